@@ -63,12 +63,15 @@ class Workload:
             self.model, sample_shape=data.sample_shape, num_classes=data.num_classes, hidden_sizes=self.hidden_sizes
         )
 
-    def batches(self, data: DataSplits, ranks: Ranks, number: int) -> list[Batch]:
-        """Return the first ``number`` batches of this rank, in memory."""
-        shards = ShardedBatches(
+    def shards(self, data: DataSplits, ranks: Ranks) -> ShardedBatches:
+        """Return the batches of this rank."""
+        return ShardedBatches(
             data.train, batch_size=self.batch_size, rank=ranks.rank, world_size=ranks.world_size, seed=0
         )
-        return list(islice(shards.from_iteration(0), number))
+
+    def batches(self, data: DataSplits, ranks: Ranks, number: int) -> list[Batch]:
+        """Return the first ``number`` batches of this rank, in memory."""
+        return list(islice(self.shards(data, ranks).from_iteration(0), number))
 
 
 WORKLOADS = (

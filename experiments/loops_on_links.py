@@ -7,11 +7,18 @@ within the timed region, unless the block is steady. The time of a block is that
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,7 +43,7 @@ MakeLoops: TypeAlias = Callable[[nn.Module, Ranks], Mapping[str, Loop]]
 """Function that returns every loop, by name, each with a copy of a model. All ranks call it together."""
 
 JOB_SECONDS = 3000.0
-TIMES_FILE = "times.json"
+TIMES_FILE, PROGRESS_FILE = "times.json", "progress"
 
 
 @dataclass(frozen=True)
@@ -87,10 +94,13 @@ def measure(
     effort: Effort,
     folder: Path,
     meters: Mapping[str, Meter] | None = None,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Time all loops on these ranks; rank 0 writes what ``on_testbed`` returns. Collective.
 
-    ``meters`` are further ones than that of the cores; the median of each is written by its name.
+    ``meters`` are further ones than that of the cores; the median of each is written by its name, and their figures of
+    all rounds in "figures". ``known`` are further figures of each loop. After every round, rank 0 writes how much is
+    left.
     """
     data = ranks.raise_together("data", workload.load)
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
@@ -99,7 +109,8 @@ def measure(
     made = make_blocks(loops, batches, untimed=effort.untimed, steady=effort.steady)
     all_meters = {"cpu_share": cpu_share(ranks), **(meters or {})}
     blocks = {name: Metered(block, all_meters) for name, block in made.items()}
-    seconds = paired.interleave(blocks, effort.rounds, warm_up=1)
+    after_round = partial(_write_progress, folder, ranks, effort.rounds + 1, count(1), time.perf_counter())
+    seconds = paired.interleave(blocks, effort.rounds, warm_up=1, after_round=after_round)
     sent = {name: ranks.all_gather_object("bytes sent", loop.wire_bytes) for name, loop in loops.items()}
     for loop in loops.values():
         loop.close()
@@ -110,10 +121,42 @@ def measure(
                 "wire_bytes": sent[name][0],
                 "wire_bytes_of_ranks": sent[name],
                 **{figure: median(values[1:]) for figure, values in blocks[name].figures.items()},
+                "figures": {figure: values[1:] for figure, values in blocks[name].figures.items()},
+                **(known or {}).get(name, {}),
             }
             for name, times in seconds.items()
         }
         (folder / TIMES_FILE).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _write_progress(folder: Path, ranks: Ranks, rounds: int, numbers: Iterator[int], begin: float) -> None:
+    """Write, on rank 0, the rounds that are done and the time that is left, for ``_progress_shown``."""
+    done = next(numbers)
+    left = timedelta(seconds=round((time.perf_counter() - begin) / done * (rounds - done)))
+    if ranks.rank == 0:
+        (folder / PROGRESS_FILE).write_text(f"round {done} of {rounds}, {left} left", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _progress_shown(module: str, path: Path) -> Iterator[None]:
+    """Print what the ranks write to ``path``, at most every ``command.LINE_SECONDS``."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        said = ""
+        while not ended.wait(command.LINE_SECONDS):
+            text = path.read_text(encoding="utf-8") if path.exists() else "starting"
+            if text not in ("", said):
+                print(f"{module}: {text}", file=sys.stderr, flush=True)
+            said = text
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def on_testbed(
@@ -129,7 +172,8 @@ def on_testbed(
 
     Returns, for each loop, "seconds": those of an iteration in every round, "cpu_share": the median share of the cores'
     time that all ranks used, "wire_bytes": those that rank 0 sent in the last iteration, if the loop knows,
-    "wire_bytes_of_ranks": those that each rank sent, and the median of each meter.
+    "wire_bytes_of_ranks": those that each rank sent, and what else ``measure`` has written. Meanwhile, the time that is
+    left is printed now and then.
 
     Raises:
         RunError: it failed.
@@ -138,7 +182,9 @@ def on_testbed(
         before(testbed, Path(name))
         job = ["-m", f"experiments.{module}", "--output", name, *words]
         log = Path(name, "log")
-        if failure := run_job(testbed, job, log, deadline=JOB_SECONDS, nproc_per_node=nproc_per_node):
+        with _progress_shown(module, Path(name, PROGRESS_FILE)):
+            failure = run_job(testbed, job, log, deadline=JOB_SECONDS, nproc_per_node=nproc_per_node)
+        if failure:
             raise RunError(f"the timed program must succeed; got {failure}")
         found: dict[str, dict[str, Any]] = json.loads(Path(name, TIMES_FILE).read_text(encoding="utf-8"))
     return found

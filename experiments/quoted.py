@@ -371,6 +371,73 @@ def island_accuracies() -> str:
     return table(["", "test accuracy, %", "points above HSDP (extremes of seeds)", "test loss"], lines)
 
 
+def judged(name: str) -> str:
+    """Return a table of the ratios of a result that have a target, with the heads of its manifest, if there are any."""
+    targets = figures.manifest(name)["targets"]
+    several = all("verdict" not in one for one in targets.values())
+    lines = [
+        [f"{head}: {ratio}" if head else ratio, _interval(one), str(one["target"]), str(one["verdict"])]
+        for head, of_head in (targets if several else {"": targets}).items()
+        for ratio, one in of_head.items()
+    ]
+    return table(["ratio", "found (95 % interval)", "target", ""], lines)
+
+
+def _interval(one: Row) -> str:
+    return f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+
+
+def exchanged() -> str:
+    """Return tables of what of gradients is exchanged: the bytes, the time, and what was predicted before."""
+    rows = load(RESULTS / "reduces.csv")
+    tables = []
+    for title in dict.fromkeys(str(row["title"]) for row in rows):
+        lines = []
+        for row in rows:
+            if row["title"] != title:
+                continue
+            seconds, told, sent = float(row["median_s"]), row["predicted_s"], row["wire_bytes"]
+            lines.append(
+                [
+                    str(row["contender"]),
+                    "" if sent is None else f"{float(sent) / 1e6:.2f}",
+                    f"{1e3 * seconds:.0f}",
+                    "" if told is None else f"{1e3 * float(told):.0f}",
+                    "" if told is None else f"{100 * (float(told) / seconds - 1):+.1f}",
+                    f"{float(row['times_as_fast_as_ddp']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})",
+                ]
+            )
+        heads = [title, "MB sent by a rank", "ms an iteration", "predicted", "off by, %"]
+        tables.append(table([*heads, "times as fast as DDP (95 % interval)"], lines))
+    return "\n\n".join(tables)
+
+
+def link_shared() -> str:
+    """Return a table of training next to another program's download: both programs' speed."""
+    lines = [
+        [
+            str(row["contender"]),
+            f"{1e3 * float(row['alone_s']):.0f}",
+            f"{1e3 * float(row['median_s']):.0f}",
+            f"{8e-6 * float(row['other_rate']):.0f}",
+        ]
+        for row in load(RESULTS / "shared_link.csv")
+    ]
+    heads = ["", "ms an iteration, alone", "next to the download", "Mbit/s of the download"]
+    return table(heads, lines)
+
+
+def hooks() -> str:
+    """Return a table of iterations with and without the hooks of buckets."""
+    lines = []
+    for row in load(RESULTS / "bench_hooks.csv"):
+        ratio = ""
+        if row["against"] is not None:
+            ratio = f"{row['ratio_median']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}) of {row['against']}"
+        lines.append([str(row["workload"]), str(row["contender"]), f"{1e3 * float(row['median_s']):.1f}", ratio])
+    return table(["", "", "ms an iteration", "ratio (95 % interval)"], lines)
+
+
 def next_to_torchft() -> str:
     """Return a sentence about iterations with accelerators: without a network, ours, torchft's and DDP's."""
     rows = {str(row["contender"]): f"{1e3 * float(row['median_s']):.0f}" for row in load(RESULTS / "bench_torchft.csv")}
@@ -435,6 +502,10 @@ QUOTES: dict[str, Callable[..., str]] = {
         timed,
         island_bytes,
         island_accuracies,
+        judged,
+        exchanged,
+        link_shared,
+        hooks,
         next_to_torchft,
         convergence,
         other_figures,

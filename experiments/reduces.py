@@ -4,38 +4,66 @@
 
 Two models: AlexNet for small images, most of whose weights are in a linear layer (factors), and a classifier of texts
 with an embedding of 100,000 rows (rows), whose words are drawn uniformly, so that hardly any row is used twice in a
-batch. All contenders train a copy of the same model on the same batches, which are already in memory; loops_on_links.py
-says how they are timed, interleaved. "auto" has chosen in the rounds that are not timed. The nodes share the cores of
-this machine, so computing, and multiplying the factors of all ranks, takes longer here than on machines of their own.
-"sent" is what rank 0 has sent in an iteration, and "wire" the time of these bytes on its link, headers included.
+batch. All contenders train a copy of the same model on the same batches, which are already in memory. Their gradients
+are real ones, since factors must be those of the gradient; each rank has an emulated accelerator, whose pass takes at
+least as long as the title says, so that the cores are left to the network. Multiplying the factors of all ranks is not
+emulated: four ranks do it on two cores. loops_on_links.py says how the loops are timed, in steady blocks. "auto" has
+chosen in the rounds that are not timed. "sent" is what rank 0 has sent in an iteration, and "wire" the time of these
+bytes on its link, headers included. "predicted" is what a run with these options would be told before it begins, by a
+calibration of the same ranks before the loops.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments import command
+from experiments import accelerators, command
 from experiments.bench_pipelined import Workload
 from experiments.limits import Cluster, wire_seconds
-from experiments.loops import Batch, Loop, Piped, Plain
-from experiments.loops_on_links import Effort, measure, on_testbed, show, summarize
-from experiments.results import save
+from experiments.loops import Loop, Piped, Plain
+from experiments.loops_on_links import Effort, measure, on_testbed, show, show_verdicts, summarize, verdicts
+from experiments.results import Row, save
 from experiments.testbed import Link
-from pipesgd.data import DataSplits
+from pipesgd.calibration.measure import measure as calibrate
+from pipesgd.cli import parse
+from pipesgd.config import TrainConfig
+from pipesgd.data import DataSplits, ShardedBatches, load_dataset
+from pipesgd.data.samples import Batch, BatchedDataset
+from pipesgd.planning.choose import decide
+from pipesgd.planning.parts import parts_of_run
 from pipesgd.ranks import Ranks
 
 CLUSTER = Cluster(nodes=4, link=Link(rate=200e6))
-FULL, QUICK = Effort(block=8, rounds=8), Effort(block=2, rounds=1)
+FULL, QUICK = Effort(block=4, rounds=5, steady=True), Effort(block=2, rounds=1, steady=True)
+CALIBRATION_SECONDS = 8.0
+TEXTS = 1024
+"""Number of texts."""
+
+
+class Drawn(BatchedDataset):
+    """Texts of words that are drawn uniformly, with one of two classes each."""
+
+    def __init__(self, rows: int, words: int):
+        numbers = torch.Generator().manual_seed(1)
+        self._words = torch.randint(rows, (TEXTS, words), generator=numbers)
+        self._classes = torch.randint(2, (TEXTS,), generator=numbers)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, indices: Tensor) -> Batch:
+        return self._words[indices], self._classes[indices]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +80,13 @@ class Texts(Workload):
         torch.manual_seed(0)
         return nn.Sequential(nn.EmbeddingBag(self.rows, self.columns), nn.Linear(self.columns, 2))
 
-    def batches(self, data: DataSplits, ranks: Ranks, number: int) -> list[Batch]:
-        numbers = torch.Generator().manual_seed(1 + ranks.rank)
-        shape = (self.batch_size, self.words)
-        return [
-            (
-                torch.randint(self.rows, shape, generator=numbers),
-                torch.randint(2, (self.batch_size,), generator=numbers),
-            )
-            for _ in range(number)
-        ]
+    def shards(self, data: DataSplits, ranks: Ranks) -> ShardedBatches:
+        drawn = Drawn(self.rows, self.words)
+        return ShardedBatches(drawn, batch_size=self.batch_size, rank=ranks.rank, world_size=ranks.world_size, seed=0)
 
 
 WORKLOADS: dict[str, Workload] = {
-    "alexnet": Workload(name="small AlexNet, batch 32", model="alexnet", batch_size=32),
+    "alexnet": Workload(name="small AlexNet, batch 4", model="alexnet", batch_size=4),
     "texts": Texts(
         name="texts of 64 words, embedding of 100,000 x 16, batch 32",
         model="embedding",
@@ -75,24 +96,119 @@ WORKLOADS: dict[str, Workload] = {
         words=64,
     ),
 }
+ACCELERATORS = {"alexnet": "400ms", "texts": "60ms"}
 DDP, DDP_FP16 = "DDP", "DDP, fp16"
 PIPELINES: dict[str, dict[str, Any]] = {
     f"width {width}, {codec}, {reduce}": {"width": width, "codec": codec, "reduce": reduce}
-    for width in (1, 2)
-    for codec in ("fp32", "int8", "int4")
+    for width, codec in ((1, "fp32"), (2, "fp32"), (2, "int8"))
     for reduce in ("matrix", "auto")
 }
+TARGETS = {
+    ("width 1, fp32, auto", "width 1, fp32, matrix"): ("at most", 0.6),
+    ("width 2, fp32, auto", "width 2, fp32, matrix"): ("at most", 0.6),
+    ("width 2, int8, auto", "width 2, int8, matrix"): ("at most", 1.02),
+    ("width 2, fp32, auto", DDP_FP16): ("at most", 0.75),
+}
+MOST_OFF = 0.03
+"""Largest share by which a prediction may be off."""
 
 
-def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:
-    """Return every loop, each with a copy of ``model``. Collective."""
-    with_hook = DistributedDataParallel(copy.deepcopy(model))
+def emulate(model: nn.Module, ranks: Ranks, accelerator: str | None) -> nn.Module:
+    """Return a copy of ``model``, on an accelerator if its time is given."""
+    copied = copy.deepcopy(model)
+    if accelerator is None:
+        return copied
+    made, _ = accelerators.parse(accelerator, synthetic=False)
+    return accelerators.Emulated(copied, made, rank=ranks.rank)
+
+
+def make_loops(model: nn.Module, ranks: Ranks, accelerator: str | None = None) -> dict[str, Loop]:
+    """Return every loop, each with a copy of ``model``, on an accelerator if its time is given. Collective."""
+    emulated = partial(emulate, model, ranks, accelerator)
+    with_hook = DistributedDataParallel(emulated())
     with_hook.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
     return {
-        DDP: Plain(DistributedDataParallel(copy.deepcopy(model))),
+        DDP: Plain(DistributedDataParallel(emulated())),
         DDP_FP16: Plain(with_hook),
-        **{name: Piped(copy.deepcopy(model), ranks, **options) for name, options in PIPELINES.items()},
+        **{name: Piped(emulated(), ranks, **options) for name, options in PIPELINES.items()},
     }
+
+
+def config_of(workload: Workload, options: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of a run with these options."""
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return parse(["--batch-size", str(workload.batch_size), *words])
+
+
+def predictions(
+    workload: Workload, model: nn.Module, batches: ShardedBatches, ranks: Ranks, console: Console, *, seconds: float
+) -> dict[str, dict[str, float]]:
+    """Return what the timing model predicts of every pipeline, by a calibration of about ``seconds``. Collective.
+
+    On rank 0 alone; others get none. There must be no process group, and there is none afterwards.
+    """
+    codecs = sorted({str(options["codec"]) for options in PIPELINES.values()} - {"fp32"})
+    config = config_of(workload, {"codec": codecs[0]})
+    with torch.random.fork_rng(devices=[]):
+        found = calibrate(
+            config,
+            model,
+            batches,
+            ranks,
+            console,
+            seconds=seconds,
+            largest_bytes=sum(one.nbytes for one in model.parameters()),
+            codecs=codecs,
+            all_reduces=["ring"],
+            servers=False,
+            prediction=config.pipeline.prediction,
+            brief=True,
+        )
+    ranks.leave()
+    predicted = {}
+    for name, options in PIPELINES.items():
+        of_run = config_of(workload, options)
+        parts = parts_of_run(of_run, ranks, model, batches)
+        if found is None:
+            continue
+        profile = found.profile(config, model, samples=TEXTS, command=["-m experiments.reduces"])
+        told = decide(
+            profile,
+            profile.compute[0],
+            of_run,
+            parts=parts,
+            world_size=ranks.world_size,
+            iterations=1000,
+            source="a calibration",
+            own=True,
+        )
+        predicted[name] = {
+            "predicted_s": told.iteration_seconds,
+            "predicted_low": told.low,
+            "predicted_high": told.high,
+        }
+    return predicted
+
+
+def off(row: Row) -> float | None:
+    """Return the share by which the prediction of a row is off; None without one."""
+    return None if row["predicted_s"] is None else row["predicted_s"] / row["median_s"] - 1
+
+
+def judge(found: Mapping[str, Mapping[str, Any]], rows: Sequence[Row]) -> dict[str, dict[str, float | str]]:
+    """Return the ratios that have a target, and the errors of the predictions."""
+    judged = verdicts({name: one["seconds"] for name, one in found.items()}, TARGETS)
+    for row in rows:
+        if (error := off(row)) is not None:
+            ratio = 1 + error
+            judged[f"predicted / {row['contender']}"] = {
+                "median": ratio,
+                "low": row["predicted_low"] / row["median_s"],
+                "high": row["predicted_high"] / row["median_s"],
+                "target": f"{1 - MOST_OFF} to {1 + MOST_OFF}",
+                "verdict": "met" if abs(error) <= MOST_OFF else "MISSED",
+            }
+    return judged
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
@@ -102,20 +218,33 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     arguments = ranks.raise_together("options", lambda: command.parse(options, words))
     effort = QUICK if arguments.quick else FULL
     if ranks.by_torchrun:
-        measure(WORKLOADS[arguments.workload or "alexnet"], make_loops, ranks, effort, arguments.output)
+        name = arguments.workload or "alexnet"
+        workload, accelerator = WORKLOADS[name], ACCELERATORS[name]
+        data = ranks.raise_together("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
+        model, batches = emulate(workload.build(data), ranks, accelerator), workload.shards(data, ranks)
+        seconds = CALIBRATION_SECONDS / (4 if arguments.quick else 1)
+        told = predictions(workload, model, batches, ranks, console, seconds=seconds)
+        make = partial(make_loops, accelerator=accelerator)
+        measure(workload, make, ranks, effort, arguments.output, known=told)
         return
-    rows = []
+    rows: list[Row] = []
+    judged = {}
     for name in [arguments.workload] if arguments.workload else WORKLOADS:
         job = ["--workload", name, *["--quick"] * arguments.quick]
         found = on_testbed("reduces", job, nodes=CLUSTER.nodes, link=CLUSTER.link)
-        title = f"{WORKLOADS[name].name}, {CLUSTER.describe()} (emulated)"
+        title = f"{WORKLOADS[name].name}, on accelerators of {ACCELERATORS[name]}, {CLUSTER.describe()} (all emulated)"
+        of_workload: list[Row] = []
         for row in summarize(found, title, DDP):
-            sent = found[row["contender"]]["wire_bytes"]
+            one = found[row["contender"]]
+            sent = one["wire_bytes"]
             wire = None if sent is None else wire_seconds(sent, CLUSTER.link.rate)
-            rows.append({**row, "wire_bytes": sent, "wire_s": wire})
-    save("reduces", rows, extra={"block": effort.block}, folder=arguments.output)
-    for title in dict.fromkeys(row["title"] for row in rows):
-        show([row for row in rows if row["title"] == title], wire_s="wire ms")
+            told_of = {key: one.get(key) for key in ("predicted_s", "predicted_low", "predicted_high")}
+            of_workload.append({**row, "wire_bytes": sent, "wire_s": wire, **told_of})
+        judged[name] = judge(found, of_workload)
+        show(of_workload, wire_s="wire ms", predicted_s="predicted ms")
+        show_verdicts(judged[name])
+        rows += of_workload
+    save("reduces", rows, extra={"block": effort.block, "targets": judged}, folder=arguments.output)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@
 
 Another program on node 0 sends to node 1, by one TCP connection, as much as it can. The table has the time of an
 iteration, and the rate at which the other program's bytes arrive meanwhile; without communication, it has the link for
-itself. Accelerators are synthetic, as in bench_accelerators; loops_on_links.py says how the contenders are timed.
-"alone" is the time of an iteration of the same loops without another program, from a job of its own before.
+itself. Accelerators are synthetic, as in bench_accelerators; loops_on_links.py says how the contenders are timed;
+blocks are steady. "alone" is the time of an iteration of the same loops without another program, from a job of its own
+before.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments import command
 from experiments.bench_accelerators import ACCELERATOR, ALONE, CLUSTER, DDP, WORKLOAD, emulate
 from experiments.loops import Loop, Piped, Plain
-from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, summarize
+from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, show_verdicts, summarize, verdicts
 from experiments.other_traffic import Arrived, make_count
 from experiments.results import Row, save, save_panels
 from experiments.testbed import Testbed
@@ -34,7 +35,7 @@ from pipesgd.ranks import Ranks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FULL, QUICK = Effort(block=16, rounds=8), Effort(block=2, rounds=1)
+FULL, QUICK = Effort(block=8, rounds=5, steady=True), Effort(block=2, rounds=1, steady=True)
 PORT, COUNT_FILE = 39_000, "arrived"
 LIMIT = "50mbit"
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -42,6 +43,13 @@ PIPELINES: dict[str, dict[str, Any]] = {
     for options in ({"width": 1, "codec": "int8", "buckets": 2}, {"width": 2, "codec": "int4"})
     for limited, limit in (("", {}), (f", at most {LIMIT}", {"rate_limit": LIMIT}))
 }
+
+LIMITED = [name for name, options in PIPELINES.items() if "rate_limit" in options]
+LEAST_LEFT = 0.7
+"""Least rate of the other program next to a limited pipeline, as a share of that next to no communication: of the 200
+Mbit/s of the link, the limit takes a quarter, headers not counted."""
+MOST_LONGER = 1.05
+"""Most that an iteration of a limited pipeline may take next to the other program, as a multiple of that alone."""
 
 
 def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:
@@ -60,6 +68,22 @@ def start_other(testbed: Testbed, folder: Path) -> None:
     quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     testbed.start(1, [*words, "receive", str(PORT), str(folder / COUNT_FILE)], **quiet)
     testbed.start(0, [*words, "send", testbed.address(1), str(PORT)], **quiet)
+
+
+def judge(
+    alone: Mapping[str, Mapping[str, Any]], shared: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, float | str]]:
+    """Return the ratios of limited pipelines that have a target: of the other program's rate, and of iterations.
+
+    Rates are of the same rounds; times next to the other program and without are of two jobs, one after the other.
+    """
+    numbers = {f"other program next to {name}": one["figures"]["other_rate"] for name, one in shared.items()}
+    targets: dict[tuple[str, str], tuple[str, float]] = {}
+    for name in LIMITED:
+        targets[f"other program next to {name}", f"other program next to {ALONE}"] = ("at least", LEAST_LEFT)
+        numbers |= {f"{name}, shared": shared[name]["seconds"], f"{name}, alone": alone[name]["seconds"]}
+        targets[f"{name}, shared", f"{name}, alone"] = ("at most", MOST_LONGER)
+    return verdicts(numbers, targets)
 
 
 def plot_other(rows: list[Row], axes: Axes) -> Axes:
@@ -97,9 +121,12 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         {**row, "alone_s": without[row["contender"]], "other_rate": shared[row["contender"]]["other_rate"]}
         for row in summarize(shared, title, DDP)
     ]
-    save("shared_link", rows, extra={"accelerator": ACCELERATOR, "block": effort.block}, folder=arguments.output)
+    judged = judge(alone, shared)
+    extra = {"accelerator": ACCELERATOR, "block": effort.block, "targets": judged}
+    save("shared_link", rows, extra=extra, folder=arguments.output)
     draw("shared_link", rows, arguments.output)
     show(rows, alone_s="alone, ms")
+    show_verdicts(judged)
     command.show(
         "The other program",
         [{"next to": row["contender"], "Mbit/s": f"{8e-6 * row['other_rate']:.0f}"} for row in rows],

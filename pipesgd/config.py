@@ -815,11 +815,12 @@ class TrainConfig:
                 f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights; "
                 f"got {self.pipeline.fragments}"
             )
-        if self.pipeline.reduce != "matrix":
-            raise UserInputError(
-                f"reduce must be matrix with --{option}, since the timing model covers no other exchange; "
-                f"got {self.pipeline.reduce}"
-            )
+        if self.pipeline.reduce == AUTO:
+            for name in ("codec", "buckets"):
+                if name in auto:
+                    raise UserInputError(
+                        f"{name} must be given with --reduce auto, which chooses by it and keeps its choices; got auto"
+                    )
         if self.run.device != "cpu":
             raise UserInputError(
                 f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"

@@ -391,9 +391,18 @@ class Run:
             return
         assert isinstance(self.strategy, Pipelined)
         chosen = self.strategy.exchanges
-        output.describe_again(self.config, self.job.ranks, None, chosen)
+        self._record(self.planned)
         named = ", ".join(f"{name} by {how}" for name, how in chosen.items())
         self.job.say(f"--reduce auto: {named or 'there is neither an embedding nor a linear layer to train'}")
+
+    def _record(self, planned: Planned | None) -> None:
+        """Write what has been decided: the plan, its choices, and those of exchanges with --reduce auto. Collective."""
+        config = self.job.config if planned is None else self.job.config.with_choices(planned.choices)
+        chosen = None
+        if config.pipeline.reduce == "auto":
+            assert isinstance(self.strategy, Pipelined)
+            chosen = self.strategy.exchanges
+        output.describe_again(config, self.job.ranks, None if planned is None else planned.as_json(), chosen)
 
     def _follow_audition(self, iteration: int) -> None:
         """Let the configuration train whose turn it is, after rank 0's decision if one is due. Collective."""
@@ -419,13 +428,14 @@ class Run:
             decided = planned.heard(audition.decided(paces, again=again, elapsed=elapsed)).as_json()
         found = Planned.from_json(ranks.all_gather_object("audition", decided)[0])
         if len(found.turns) > len(planned.turns):
-            output.describe_again(job.config.with_choices(found.choices), ranks, found.as_json())
+            self._record(found)
             for line in found.decision_lines():
                 job.say(line)
             if ranks.rank == 0:
                 self._drift = Drift(found)
-                limited = job.config.pipeline.rate_limit is not None  # the cluster is faster than this run
-                if found.audition is not None and found.audition.over and not limited:
+                # The cluster is faster than a run with a limit, and a profile knows exchanges of whole gradients alone.
+                own = job.config.pipeline.rate_limit is not None or job.config.pipeline.reduce != "matrix"
+                if found.audition is not None and found.audition.over and not own:
                     remember(job.folder / output.CLUSTER_FILE, job.config, found.audition, ranks.world_size)
         return found
 

@@ -373,8 +373,8 @@ from timing_model.schedules import ALL_REDUCES
             "reduce must be matrix with --codec powersgd, which compresses the gradient as a whole; got factors",
         ),
         (
-            "--reduce rows --width auto",
-            "reduce must be matrix with --width auto, since the timing model covers no other exchange; got rows",
+            "--reduce auto --codec auto",
+            "codec must be given with --reduce auto, which chooses by it and keeps its choices; got auto",
         ),
         (
             "--all-reduce native --connections 2",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.figures import manifest
+from experiments.quoted import QUOTES
 from experiments.quotes import PAGES, QUOTE, requoted
 from experiments.results import RESULTS, load
 from experiments.tutorial import steps
@@ -47,3 +49,10 @@ def test_the_tutorials_outputs_are_those_of_its_commands() -> None:
     ran = [(row["step"], "\n".join(row["commands"])) for row in load(RESULTS / "tutorial.json")]
     written = [(title, commands.rstrip()) for title, commands in steps()]
     assert ran == written, "python -m experiments.tutorial runs them"
+
+
+def test_a_table_of_targets_has_every_ratio_of_a_manifest() -> None:
+    targets = manifest("bench_accelerators")["targets"]
+    lines = QUOTES["judged"]("bench_accelerators").splitlines()
+    assert len(lines) == 2 + sum(map(len, targets.values()))
+    assert all(line.rstrip(" |").endswith(("met", "MISSED")) for line in lines[2:])

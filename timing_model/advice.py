@@ -36,7 +36,8 @@ def describe(job: Job) -> str:
     segment = "" if job.segment_bytes == 1 << 20 else f", segments of {job.segment_bytes >> 10} KiB"
     buckets = "" if job.cut == WHOLE else f", buckets {job.buckets}"
     islands = "" if job.members == 1 else f", {job.mesh.islands} islands of {job.members} by {job.split}"
-    return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}{islands}"
+    parts = f", {format_bytes(sum(one.nbytes for one in job.parts))} gathered" if job.parts else ""
+    return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}{islands}{parts}"
 
 
 def reason(choice: Choice) -> str:

@@ -12,7 +12,7 @@ from timing_model.checks import check_at_least, check_count
 from timing_model.critical_path import SegmentCosts
 from timing_model.gloo import native_all_reduce_time
 from timing_model.own_schedules import algorithm_of, check_all_reduce, schedules_of
-from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
+from timing_model.params import FLOAT_BYTES, CodecCost, LinkParams, Parts, PlacedLink, uncompressed
 from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Schedule, hierarchical, segments_of
 from timing_model.simulate_messages import Network, Step, at_once, priced, simulate_messages, steps_of
 
@@ -167,6 +167,32 @@ def gather_time(
         return CollectiveTime(work, 0.0, work)
     wire = _time("gather-ring", link, codec.free(), numel * world_size, world_size, segment_bytes, None, 1, 1, (), 1)
     return CollectiveTime(wire + work, wire, work)
+
+
+def parts_time(
+    link: LinkParams, parts: Parts, world_size: int, *, segment_bytes: int = SEGMENT_BYTES
+) -> CollectiveTime:
+    r"""Time of gathering all ranks' parts of some gradients around the ring, and adding them up, in s.
+
+    .. math:: T = q\left((p-1)(\alpha + o) + S\right) + (p-1)\, m \beta + W
+
+    m is ``parts.nbytes`` of one rank, in q = ``parts.messages`` one after the other, and W is ``parts.work``; the
+    latencies of a message's segments overlap. W is that of this number of ranks. One rank gathers nothing.
+
+    Raises ``ValueError`` if a value is out of range.
+
+    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.5)
+    >>> parts_time(link, Parts(tensors=(0,), nbytes=8.0, messages=2, work=3.0), 3)
+    CollectiveTime(total=12.0, wire=9.0, codec=3.0)
+    """
+    check_count("world_size", world_size)
+    if world_size == 1:
+        return CollectiveTime(parts.work, 0.0, parts.work)
+    numel = parts.nbytes / parts.messages / FLOAT_BYTES
+    free = uncompressed(0.0)
+    each = _time("gather-ring", link, free, numel * world_size, world_size, segment_bytes, None, 1, 1, ())
+    wire = parts.messages * each
+    return CollectiveTime(wire + parts.work, wire, parts.work)
 
 
 def forget() -> None:

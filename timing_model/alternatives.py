@@ -55,7 +55,12 @@ class Epoch(NamedTuple):
 
 
 def alternatives(found: Plan, space: Space, *, extrapolate: bool = False) -> list[str]:
-    """Return sentences on what else a person could do, after the search of ``space`` that found the plan."""
+    """Return sentences on what else a person could do, after the search of ``space`` that found the plan.
+
+    None where parts of gradients are gathered: what their size is with other batches or ranks is not known.
+    """
+    if found.best.job.parts:
+        return []
     sentences = (
         _accumulation(found, space),
         _coarser_codec(found, space),

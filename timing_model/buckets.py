@@ -6,7 +6,7 @@ The trainer cuts gradients by this module, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from timing_model.units import parse_bytes
@@ -88,20 +88,28 @@ WHOLE = Cut(count=1)
 """The whole gradient as one bucket, which is not cut."""
 
 
-def completed(cut: Cut, nbytes: Sequence[float]) -> list[tuple[float, float]]:
+def completed(cut: Cut, nbytes: Sequence[float], apart: Collection[int] = ()) -> list[tuple[float, float]]:
     """Return, for each bucket, the share of the backward pass after which it is complete, and its bytes.
 
     Args:
         cut: the way in which the gradient is cut.
         nbytes: bytes of each parameter's gradient, in the order of the forward pass; the backward pass reverses it.
+        apart: numbers of the parameters that are in none of the buckets. Where the gradient is not cut, its one bucket
+            is complete at the end of the backward pass all the same.
 
     The shares assume that the backward pass is proportional to bytes, as in ``iteration.ddp_buckets``.
     Raises ``ValueError`` as ``Cut`` does.
 
     >>> completed(Cut(count=2), [10.0, 20.0, 10.0])
     [(0.75, 30.0), (1.0, 10.0)]
+    >>> completed(Cut(count=2), [10.0, 20.0, 10.0], apart=[0])
+    [(0.25, 10.0), (0.75, 20.0)]
     """
-    sizes, total = nbytes[::-1], sum(nbytes)
-    buckets = [sum(sizes[part.start : part.stop]) for part in cut(sizes)]
-    sums = [sum(buckets[: number + 1]) for number in range(len(buckets))]
-    return [(done / total if total else 1.0, size) for done, size in zip(sums, buckets, strict=True)]
+    order = [number for number in reversed(range(len(nbytes))) if number not in apart]
+    total, buckets = sum(nbytes), []
+    for part in cut([nbytes[number] for number in order]) if order else []:
+        numbers = order[part.start : part.stop]
+        done = sum(nbytes[numbers[-1] :])
+        size = sum(nbytes[number] for number in numbers)
+        buckets.append((done / total if total and cut != WHOLE else 1.0, size))
+    return buckets

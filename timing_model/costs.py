@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from timing_model.all_reduce import CollectiveTime, all_reduce_time, gather_time
+from timing_model.all_reduce import CollectiveTime, all_reduce_time, gather_time, parts_time
 from timing_model.buckets import completed
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.inside import InsideTime, inside_time
@@ -24,7 +24,7 @@ from timing_model.iteration import (
 from timing_model.job import Job
 from timing_model.measured import LINK, Estimate, LinkProfile
 from timing_model.parameter_server import parameter_server_time
-from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise, PlacedLink, uncompressed
+from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise, Parts, PlacedLink, uncompressed
 
 DEFAULT_SHARING = 0.5
 """Sharing of servers that were not measured: between both bounds, as it was on this project's testbed."""
@@ -47,6 +47,8 @@ class Costs:
     times: ComputeTimes
     """Times of the computation, without collectives inside an island (``times_of``)."""
     noise: Noise
+    parts: tuple[Parts, ...]
+    """Gradients whose parts are gathered."""
     sharing: float
 
 
@@ -68,6 +70,7 @@ def costs_of(job: Job) -> Costs:
             compute_slowdown=_slowdown(job).value,
         ),
         noise=job.noise,
+        parts=job.parts,
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
     )
 
@@ -97,7 +100,7 @@ def _pipelined_iteration(job: Job, noise: Noise, buckets: Buckets, times: Comput
     At width 1, buckets are reduced during the backward pass of the last micro-batch. At larger ones the collective has
     a whole iteration, and to begin earlier gains nothing.
     """
-    if job.width > 1 or len(buckets) == 1:
+    if job.width > 1 or buckets[0][0] == 1:
         return local_steps_iteration_time(
             times, whole(buckets), job.width, job.local_steps, world_size=job.workers, noise=noise
         )
@@ -204,9 +207,16 @@ def workers_that_hide(job: Job) -> int | None:
 
 
 def buckets_of(job: Job, costs: Costs) -> Buckets:
-    """Return the buckets of a pipeline; one, complete at the end of the backward pass, if the gradient is not cut."""
-    cut = completed(job.cut, [FLOAT_BYTES * numel for numel in job.compute.tensors])
-    return [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
+    """Return the buckets of a pipeline; one, complete at the end of the backward pass, if the gradient is not cut.
+
+    Those of which parts are gathered are the last ones.
+    """
+    apart = {tensor for one in costs.parts for tensor in one.tensors}
+    cut = completed(job.cut, [FLOAT_BYTES * numel for numel in job.compute.tensors], apart)
+    return [
+        *((share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut),
+        *((1.0, parts_time(costs.link, one, job.world_size, segment_bytes=job.message_bytes)) for one in costs.parts),
+    ]
 
 
 def whole(buckets: Buckets) -> CollectiveTime:

@@ -15,7 +15,7 @@ from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
 from timing_model.mesh import Mesh
 from timing_model.own_schedules import check_all_reduce
-from timing_model.params import FLOAT_BYTES, Noise
+from timing_model.params import FLOAT_BYTES, Noise, Parts
 from timing_model.presets import CODECS, HOST
 from timing_model.schedules import SEGMENT_BYTES, paced_segment_bytes
 from timing_model.units import format_bandwidth
@@ -96,6 +96,8 @@ class Job:
     ps-sync."""
     buckets: str = "1"
     """Number of buckets in which gradients leave during the backward pass of a pipeline, or the largest size of one."""
+    parts: tuple[Parts, ...] = ()
+    """Gradients of a pipeline whose parts are gathered, in place of an all-reduce of all their values."""
     ranks_per_node: int = 1
     """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
     loader_workers: int = 0
@@ -157,6 +159,7 @@ class Job:
         self._check_placed()
         self._check_islands()
         self._check_codec()
+        self._check_parts()
         self._check_buckets()
         if self.epochs is not None and self.iterations is not None:
             raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
@@ -283,6 +286,32 @@ class Job:
                 f"all_reduce must be ring with {self.codec}, whose parts are gathered; got {self.all_reduce}"
             )
 
+    def _check_parts(self) -> None:
+        if not self.parts:
+            return
+        why = None
+        if self.strategy != "pipelined":
+            why = f"strategy {self.strategy}"
+        elif self.all_reduce == "native":
+            why = "all_reduce native, which sums whole gradients"
+        elif self.gathered:
+            why = f"codec {self.codec}, which compresses the gradient as a whole"
+        elif self.local_steps > 1:
+            why = "local_steps, whose movement is that of a whole window"
+        elif self.accumulation > 1:
+            why = "accumulation, since their size is that of one micro-batch"
+        elif self.cluster.placed:
+            why = "links of single ranks"
+        elif self.members > 1:
+            why = "islands, which exchange whole shares"
+        if why is not None:
+            raise ValueError(f"parts must be left out with {why}; got {len(self.parts)}")
+        tensors = [tensor for one in self.parts for tensor in one.tensors]
+        if len(set(tensors)) < len(tensors) or not all(0 <= one < len(self.compute.tensors) for one in tensors):
+            raise ValueError(
+                f"parts must be of different tensors, from 0 to {len(self.compute.tensors) - 1}; got {tensors}"
+            )
+
     def _check_buckets(self) -> None:
         cut = self.cut
         if cut == WHOLE:
@@ -295,7 +324,13 @@ class Job:
             )
         if self.local_steps > 1:
             raise ValueError(f"buckets must be 1 with local_steps, whose movement is complete late; got {self.buckets}")
-        cut(self.compute.tensors)
+        cut([self.compute.tensors[number] for number in self.whole])
+
+    @property
+    def whole(self) -> list[int]:
+        """Numbers of the tensors whose gradients are exchanged whole, in the order of the forward pass."""
+        apart = {tensor for one in self.parts for tensor in one.tensors}
+        return [number for number in range(len(self.compute.tensors)) if number not in apart]
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -333,7 +368,7 @@ class Job:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
         if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.members > 1 or self.limited:
             return None
-        if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE:
+        if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE or self.parts:
             return None
         own = (self.world_size, self.width, self.codec, self.all_reduce, self.segment_bytes)
         found = [
@@ -396,8 +431,13 @@ class Job:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes of the gradient on the wire, with its codec."""
-        return self.nbytes if self.codec_profile is None else self.codec_profile.bits / 8 * self.compute.numel
+        """Bytes on the wire of an all-reduce that sends as much as all of this gradient's exchanges.
+
+        On a ring each rank sends 2 (p-1)/p of an all-reduce's bytes, and p-1 times its part of what is gathered.
+        """
+        numel = sum(self.compute.tensors[number] for number in self.whole)
+        bits = 8 * FLOAT_BYTES if self.codec_profile is None else self.codec_profile.bits
+        return bits / 8 * numel + self.world_size / 2 * sum(one.nbytes for one in self.parts)
 
     @property
     def workers(self) -> int:
@@ -534,6 +574,8 @@ def support_of(job: Job) -> Support:
         if job.all_reduce is not None and job.all_reduce not in ranges.all_reduces:
             own = "" if job.all_reduce in cluster.links else "; its link is taken to be the ring's"
             reasons.append((EXTRAPOLATED, f"all-reduce {job.all_reduce} was not measured{own}"))
+        if job.parts:
+            reasons.append((EXTRAPOLATED, "parts of gradients are gathered; measured: sums of whole gradients"))
         if job.strategy == "ps-sync" and cluster.sharing is None:
             reasons.append((OUTSIDE, "parameter servers were not measured"))
     batches = [one.batch_size for one in cluster.compute if one.model == job.compute.model]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from timing_model.checks import check_above_0, check_at_least
+from timing_model.checks import check_above_0, check_at_least, check_count
 
 FLOAT_BYTES = 4
 """Bytes of a float32 value."""
@@ -229,6 +229,27 @@ def uncompressed(gamma: float) -> CodecCost:
     """
     reduction = FLOAT_BYTES * gamma
     return CodecCost(name="fp32", bits=32.0, encode=0.0, decode=0.0, add=reduction, hop=reduction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Parts of some gradients, such as the rows of an embedding that are not zero, which every rank gathers."""
+
+    tensors: tuple[int, ...]
+    """Numbers of the tensors, in the order of the forward pass, at least one."""
+    nbytes: float
+    """Bytes of one rank's parts."""
+    messages: int
+    """Number of times that something is gathered: counts first, then what is counted."""
+    work: float
+    """Time, in s, in which a rank finds its own parts and adds up those of all ranks."""
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise ValueError("tensors must be at least one; got none")
+        check_at_least("nbytes", self.nbytes, 0)
+        check_count("messages", self.messages)
+        check_at_least("work", self.work, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

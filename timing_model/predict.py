@@ -100,6 +100,7 @@ class Answer:
                 for field in dataclasses.fields(job)
                 if field.name not in ("cluster", "compute")
             }
+            | {"parts": [dataclasses.asdict(one) for one in job.parts]}
             | {"model": job.compute.model, "batch_size": job.compute.batch_size or None}
             | {"parameters": job.compute.numel},
         }
@@ -217,7 +218,9 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
         HOST: with_links("host"),
         LATENCY: with_links("alpha", "overhead", "sync"),
         CODEC: dataclasses.replace(
-            with_links("gamma"), codec=half(costs.codec, "encode", "decode", "add", "hop", "call")
+            with_links("gamma"),
+            codec=half(costs.codec, "encode", "decode", "add", "hop", "call"),
+            parts=tuple(half(one, "work") for one in costs.parts),
         ),
     }
     times = {name: iteration_time(job, one)[0].total for name, one in changed.items()}

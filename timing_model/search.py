@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 from timing_model.all_reduce import CollectiveTime, chunks_of
 from timing_model.checks import check_at_least, check_one_of
@@ -85,7 +86,7 @@ class Search:
         for strategy in self._space.strategies:
             if strategy != "pipelined" and 1 in self._space.members:
                 for codec in self._space.codecs if strategy == "ddp" else (UNCOMPRESSED,):
-                    job = self._working(strategy=strategy, codec=codec, all_reduce=OWN_ALL_REDUCE[strategy])
+                    job = self._working(strategy=strategy, codec=codec, all_reduce=OWN_ALL_REDUCE[strategy], parts=())
                     if job is not None:
                         self.considered += 1
                         if self._fits(job):
@@ -117,11 +118,11 @@ class Search:
         for group in (self.all, self.synchronous, self.uncompressed):
             group.add(choice)
 
-    def _working(self, **options: str | int | None) -> Job | None:
+    def _working(self, **options: Any) -> Job | None:
         """Return the job with these options, in the largest segments; None if they do not go together or are too far
         from what was measured."""
         try:
-            job = dataclasses.replace(self._base, **options)  # type: ignore[arg-type]  # each is of its field's type
+            job = dataclasses.replace(self._base, **options)
             if job.all_reduce not in (None, "native"):
                 job = dataclasses.replace(job, segment_bytes=max(self._space.segments))
             job.check_messages()

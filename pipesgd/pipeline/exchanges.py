@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from pipesgd.codecs.base import Codec
+from pipesgd.pipeline.factor_hooks import FactorHooks
+from pipesgd.reducers.factors import NOT_THE_PRODUCT, checked_rows
 from pipesgd.reducers.gathering import sends_less
 from pipesgd.reducers.make import GATHERING
+from pipesgd.reducers.rows import rows_of
 
 CANNOT = -1
 """Number of pieces that stands for a gradient that cannot be gathered."""
@@ -81,3 +84,21 @@ class Exchanges:
         part_bytes = GATHERING[kind].part_bytes(max(known, default=0), parameter)
         gathers = known and CANNOT not in known and sends_less(part_bytes, parameter, codec, world_size)
         self.choices[id(parameter)] = kind if gathers else "matrix"
+
+
+def pieces_of(parameter: Tensor, kind: str, hooks: FactorHooks, scale: float) -> int | None:
+    """Return the number of rows, or of rows of factors, of the gradient in ``.grad`` if any, or ``CANNOT``.
+
+    Args:
+        parameter: the parameter.
+        kind: reducer of ``GATHERING`` that may exchange it.
+        hooks: what keeps the factors, if ``kind`` is that of factors.
+        scale: loss scale of the gradient.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if kind == "rows":
+        return len(rows_of(gradient.to_dense()))
+    factors = hooks.look(parameter)
+    return CANNOT if checked_rows(gradient, factors, scale) == NOT_THE_PRODUCT else len(factors)

@@ -55,7 +55,7 @@ from pipesgd.optim.step import (
 from pipesgd.pipeline.buckets import BackwardHooks
 from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
-from pipesgd.pipeline.exchanges import CANNOT, Exchanges
+from pipesgd.pipeline.exchanges import Exchanges, pieces_of
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
 from pipesgd.pipeline.islands import replica_of
@@ -74,9 +74,7 @@ from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.base import as_real
-from pipesgd.reducers.factors import NOT_THE_PRODUCT, checked_rows
 from pipesgd.reducers.make import check_eligible, check_reducer
-from pipesgd.reducers.rows import rows_of
 from pipesgd.replicas import combine_buffers, share_rank_0s_values
 from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
@@ -233,7 +231,9 @@ class Pipelined(Strategy):
         check_timeout(timeout)
         self.module = model
         self._optimizer = optimizer
-        self._cut = Cut.of(model, optimizer, str(buckets), Exchanges(model, reduce))
+        # A successor keeps the choices, since the first gradients, by which they are made, are not its own.
+        choices = None if successor_of is None else successor_of._cut.exchanges.choices
+        self._cut: Cut = Cut.of(model, optimizer, str(buckets), Exchanges(model, reduce, choices))
         device = self._parameters[0].device
         check_reduce(reduce, options.codec, name, device.type)
         self._replica = replica_of(
@@ -381,6 +381,11 @@ class Pipelined(Strategy):
     def buckets(self) -> list[list[Tensor]]:
         """Parameters of each bucket, in the order in which the buckets leave."""
         return self._cut.buckets
+
+    @property
+    def whole_buckets(self) -> list[list[Tensor]]:
+        """Parameters of the buckets whose gradients are exchanged whole: with residuals, if the codec keeps any."""
+        return self._cut.whole_buckets
 
     @property
     def exchanges(self) -> dict[str, str]:
@@ -758,22 +763,13 @@ class Pipelined(Strategy):
         undecided = self._cut.undecided
         if not undecided:
             return
-        of_ranks = self._ranks.all_gather_object("sizes of gradients", [self._pieces(one) for one in undecided])
+        hooks, scale, kinds = self._factor_hooks, self._loss_scale.scale, self._cut.exchanges.kinds
+        own = [pieces_of(one, kinds[id(one)], hooks, scale) for one in undecided]
+        of_ranks = self._ranks.all_gather_object("sizes of gradients", own)
         codec, chosen = make_codec(self._codec_options), self._cut.exchanges.again()
         for parameter, counts in zip(undecided, zip(*of_ranks, strict=True), strict=True):
             chosen.choose(parameter, counts, codec, self._ranks.world_size)
         self._begin(self._cut.with_choices(chosen.choices))
-
-    def _pieces(self, parameter: Tensor) -> int | None:
-        """Return the number of rows, or of rows of factors, of the gradient in ``.grad`` if any, or ``CANNOT``."""
-        gradient = parameter.grad
-        if gradient is None:
-            return None
-        if self._cut.exchanges.kinds[id(parameter)] == "rows":
-            return len(rows_of(gradient.to_dense()))
-        factors = self._factor_hooks.look(parameter)
-        checked = checked_rows(gradient, factors, self._loss_scale.scale)
-        return CANNOT if checked == NOT_THE_PRODUCT else len(factors)
 
     def _watch(self) -> BackwardHooks:
         """Return hooks that let buckets leave during the backward pass, if the user has asked for buckets."""

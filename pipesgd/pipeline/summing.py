@@ -123,7 +123,7 @@ class Summing:
 
         gathering = self._gathering.get(exchange)
         if isinstance(gathering, FactorsReducer):
-            gathering.factors = outgoing.factors
+            gathering.factors, outgoing.factors = outgoing.factors, []  # which the gradient in flight would keep
         world_size = self.connections.ranks.world_size
         mean_over_ranks(gathering or self.reducer, bucket, outgoing.iteration, world_size, look)
         if gathering is not None:

@@ -22,6 +22,7 @@ from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simp
 from timing_model.cluster_profile import UNCOMPRESSED, ComputeProfile, Profile
 from timing_model.fragments import hiding_fragments, hiding_windows, in_windows
 from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
+from timing_model.params import Parts
 from timing_model.plan import Plan, plan
 from timing_model.predict import Answer, predict
 from timing_model.simulate_job import median_share
@@ -84,6 +85,7 @@ def decide(
     iterations: int,
     source: str,
     own: bool,
+    parts: Sequence[Parts] = (),
 ) -> Planned:
     """Choose the options that are auto, and predict the run.
 
@@ -95,6 +97,7 @@ def decide(
         iterations: number of iterations of the whole job.
         source: origin of ``profile``, in words.
         own: True if ``profile`` was measured for this very run: it is then used however far it must be extrapolated.
+        parts: what the ranks gather of gradients, in place of an all-reduce.
 
     Raises:
         UserInputError: the job is outside of what was measured.
@@ -108,6 +111,7 @@ def decide(
             rate_limit=None if limit == math.inf else limit,
             iterations=iterations,
             loader_workers=config.data.workers,
+            parts=tuple(parts),
         )
         measured = support_of(base)
         if measured.kind == OUTSIDE and not own:
@@ -149,7 +153,7 @@ def search(base: Job, config: TrainConfig, iterations: int) -> Decided:
 
     Raises ``ValueError`` if nothing is left to search.
     """
-    auto, space = config.planning.auto, space_of(base.cluster, config, len(base.compute.tensors))
+    auto, space = config.planning.auto, space_of(base.cluster, config, max(1, len(base.whole)))
     found = plan(base, space, extrapolate=True)
     answer = predict(found.best.job, extrapolate=True)
     return Decided(

@@ -24,6 +24,7 @@ from timing_model.buckets import WHOLE
 if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
     from timing_model.cluster_profile import MeasuredIteration, Profile
+    from timing_model.params import Parts
 
 CALIBRATION_SECONDS = 4.0
 """Approximate seconds of a calibration before training: an audition corrects what it gets wrong."""
@@ -81,6 +82,7 @@ def plan_run(
         return config.with_choices({}), None, None
 
     from pipesgd.planning.choose import of_file  # here and below: a run that plans nothing does not load the model
+    from pipesgd.planning.parts import parts_of_run
 
     tensors = [one.numel() for one in model.parameters() if one.requires_grad]
     if given:
@@ -92,7 +94,10 @@ def plan_run(
         found = calibrate_briefly(config, ranks, model, batches, console, samples=samples)
         source = f"a calibration of {CALIBRATION_SECONDS:.0f} s"
 
-    config, planned = agree_on_plan(config, ranks, found, console, iterations=iterations, source=source, own=not given)
+    parts = parts_of_run(config, ranks, model, batches)
+    config, planned = agree_on_plan(
+        config, ranks, found, console, parts=parts, iterations=iterations, source=source, own=not given
+    )
     return config, planned, found
 
 
@@ -102,6 +107,7 @@ def agree_on_plan(
     found: Known | None,
     console: Console,
     *,
+    parts: Sequence[Parts],
     iterations: int,
     source: str,
     own: bool,
@@ -112,7 +118,15 @@ def agree_on_plan(
     def decide_on_rank_0() -> dict[str, Any] | None:
         if found is None:
             return None
-        decided = decide(*found, config, world_size=ranks.world_size, iterations=iterations, source=source, own=own)
+        decided = decide(
+            *found,
+            config,
+            parts=parts,
+            world_size=ranks.world_size,
+            iterations=iterations,
+            source=source,
+            own=own,
+        )
         return decided.as_json()
 
     agreed = ranks.all_gather_object("plan", ranks.raise_together("planning", decide_on_rank_0))[0]

@@ -36,7 +36,7 @@ def swap_strategy(state: RunState, make: Callable[[Pipelined], Pipelined], *, sa
     kept |= {name: fresh[name] for name in ("codec", "buckets")}
     residuals = kept["exchange"].get("residuals", [])
     if residuals:
-        residuals = rearranged(residuals, former.buckets, pipeline.buckets)
+        residuals = rearranged(residuals, former.whole_buckets, pipeline.whole_buckets)
     if not same_codec:
         kept["exchange"] = fresh["exchange"]
     elif residuals:

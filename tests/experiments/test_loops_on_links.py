@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from experiments import bench_accelerators, bench_pipelined, cpu_time
+from experiments import bench_accelerators, bench_pipelined, cpu_time, loops_on_links
 from experiments.bench_pipelined import Workload, make_blocks
 from experiments.cpu_time import CpuTime, Used
 from experiments.loops import Loop, Piped, Plain
@@ -109,7 +109,9 @@ def _written(ranks: Ranks, folder: str) -> None:
         return {"one": Plain(model), "two": Plain(model)}
 
     blocks = count(1)
-    measure(workload, loops, ranks, Effort(block=2, rounds=3), Path(folder), {"block": lambda: lambda: next(blocks)})
+    meters = {"block": lambda: lambda: next(blocks)}
+    known = {"one": {"predicted_s": 0.5}} if ranks.rank == 0 else {}
+    measure(workload, loops, ranks, Effort(block=2, rounds=3), Path(folder), meters, known)
 
 
 def _trained(ranks: Ranks) -> dict[str, list[float]]:
@@ -167,6 +169,10 @@ def test_rank_0_writes_the_times_of_every_round(tmp_path: Path) -> None:
     assert all(one["cpu_share"] > 0 for one in found.values())
     # The first of four rounds, each of two blocks in another order, warms up.
     assert sorted(one["block"] for one in found.values()) == [5, 6]
+    assert sorted(found["one"]["figures"]["block"] + found["two"]["figures"]["block"]) == [3, 4, 5, 6, 7, 8]
+    assert found["one"]["predicted_s"] == 0.5
+    assert "predicted_s" not in found["two"]
+    assert (tmp_path / "progress").read_text() == "round 4 of 4, 0:00:00 left"
 
 
 @pytest.mark.slow
@@ -211,3 +217,17 @@ def test_pipelines_are_judged_by_the_larger_of_wire_and_computation() -> None:
         "width 2, int4 / limit of width 2, int4": (1.05, "met"),
         "width 1, int4, buckets / DDP, fp16": (0.4, "met"),
     }
+
+
+def test_progress_is_shown_while_the_ranks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("experiments.command.LINE_SECONDS", 0.01)
+    path, said = tmp_path / loops_on_links.PROGRESS_FILE, ""
+    with loops_on_links._progress_shown("reduces", path):
+        loops_on_links._write_progress(tmp_path, alone(), 4, count(1), time.perf_counter() - 10)
+        deadline = time.monotonic() + 10
+        while "left" not in said and time.monotonic() < deadline:
+            said += capsys.readouterr().err
+            time.sleep(0.01)
+    assert said.splitlines()[-1].startswith("reduces: round 1 of 4, 0:00:3")

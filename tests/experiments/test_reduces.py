@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from _ranks import run_ranks
 
@@ -48,3 +50,26 @@ def test_every_loop_trains_and_auto_sends_what_is_less() -> None:
     scores = 8 * 2 + 2
     assert sent["texts"]["width 1, fp32, matrix"] == 4 * (400 * 8 + scores)
     assert sent["texts"]["width 1, fp32, auto"] == 4 + max(words, others) * (4 + 8 * 4) + 4 * scores
+
+
+def test_predictions_are_judged_by_their_error_and_speeds_by_their_intervals() -> None:
+    names = [reduces.DDP, reduces.DDP_FP16, *PIPELINES]
+    found = {name: {"seconds": [2.0, 2.0, 2.0] if "matrix" in name else [1.0, 1.0, 1.0]} for name in names}
+    rows: list[dict[str, Any]] = [
+        {"contender": name, "median_s": found[name]["seconds"][0], "predicted_s": None} for name in names[:2]
+    ]
+    for number, name in enumerate(PIPELINES):
+        told = found[name]["seconds"][0] * (1.02 if number else 1.05)
+        rows.append({"contender": name, "median_s": found[name]["seconds"][0], "predicted_s": told})
+        rows[-1] |= {"predicted_low": 0.9 * told, "predicted_high": 1.1 * told}
+    judged = reduces.judge(found, rows)
+    assert judged["width 1, fp32, auto / width 1, fp32, matrix"]["verdict"] == "met"
+    assert judged["width 2, fp32, auto / DDP, fp16"]["verdict"] == "MISSED"
+    predicted = {name: one["verdict"] for name, one in judged.items() if name.startswith("predicted / ")}
+    assert predicted == {f"predicted / {name}": "met" if number else "MISSED" for number, name in enumerate(PIPELINES)}
+
+
+def test_every_pipeline_is_a_run_that_can_be_predicted() -> None:
+    for name, options in PIPELINES.items():
+        config = reduces.config_of(WORKLOADS["images"], options)
+        assert name == f"width {config.pipeline.width}, {config.compression.codec}, {config.pipeline.reduce}"

@@ -81,3 +81,20 @@ def test_every_loop_trains_and_half_of_the_pipelines_are_limited() -> None:
         assert moved == second[name] == pytest.approx(exact, abs=2e-6), name
     limits = [options.get("rate_limit") for options in shared_link.PIPELINES.values()]
     assert limits == [None, shared_link.LIMIT] * 2
+
+
+def test_limited_pipelines_must_leave_the_link_to_others_and_take_no_longer() -> None:
+    names = [bench_accelerators.ALONE, bench_accelerators.DDP, *shared_link.PIPELINES]
+    alone = {name: {"seconds": [1.0, 1.0, 1.0]} for name in names}
+    rates = {name: [20.0, 20.0, 20.0] if name == bench_accelerators.ALONE else [15.0, 15.0, 15.0] for name in names}
+    shared = {name: {"seconds": [1.02, 1.02, 1.02], "figures": {"other_rate": rates[name]}} for name in names}
+    judged = shared_link.judge(alone, shared)
+    assert len(judged) == 2 * len(shared_link.LIMITED) == 4
+    assert {one["verdict"] for one in judged.values()} == {"met"}
+    slow, greedy = shared_link.LIMITED
+    shared[slow]["seconds"] = [1.1, 1.1, 1.1]
+    rates[greedy][:] = [10.0, 10.0, 10.0]
+    missed = [name for name, one in shared_link.judge(alone, shared).items() if one["verdict"] == "MISSED"]
+    assert sorted(missed) == sorted(
+        [f"{slow}, shared / {slow}, alone", f"other program next to {greedy} / other program next to no communication"]
+    )

@@ -335,3 +335,50 @@ def test_the_memory_of_each_prediction(name: str, known: bool, prediction: str, 
         pipeline.step()
     assert held() == copies
     pipeline.close()
+
+
+class Both(nn.Module):
+    """Two layers of one kind whose outputs are added."""
+
+    def __init__(self, first: nn.Module, second: nn.Module):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        added: Tensor = self.first(inputs) + self.second(inputs)
+        return added
+
+
+@pytest.mark.parametrize("options", [{}, {"buckets": 2}, {"reduce": "rows"}, {"reduce": "factors"}])
+@pytest.mark.parametrize(
+    ("prediction", "width", "copies"),
+    [("none", 1, 1 + 1 + 1), ("none", 2, 1 + 1 + 2), ("eager", 2, 1 + 1 + 2 + 1 + 1 + 1)],
+)
+def test_buckets_rows_and_factors_hold_no_further_copy(
+    options: dict[str, Any], prediction: str, width: int, copies: int
+) -> None:
+    """Bytes of all tensors that are as large as one of two weights or a multiple of it, as a multiple of both."""
+    numel = 12_347  # of no other tensor
+
+    def held() -> float:
+        gc.collect()
+        found = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+        strided = [one.untyped_storage() for one in found if one.layout is torch.strided and one.device.type == "cpu"]
+        storages = {one.data_ptr(): one.nbytes() for one in strided}
+        return sum(nbytes for nbytes in storages.values() if nbytes % (4 * numel) == 0) / (2 * 4 * numel)
+
+    by_rows = options.get("reduce") == "rows"
+    layers = [nn.Embedding(numel, 1) if by_rows else nn.Linear(1, numel, bias=False) for _ in range(2)]
+    model = Both(*layers)
+    del layers
+    assert held() == 1
+    optimizer = make("momentum", model.parameters(), known=True)
+    pipeline = Pipelined(model, optimizer, width=width, prediction=prediction, **options)
+    for iteration in range(5):
+        inputs = torch.tensor([iteration, 7]) if by_rows else torch.full((2, 1), float(iteration))
+        model(inputs).sum().backward()
+        del inputs
+        pipeline.step()
+    pipeline._summing.thread.submit(lambda: None).result()  # what has left is summed
+    assert held() == copies
+    pipeline.close()

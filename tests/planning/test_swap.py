@@ -87,6 +87,11 @@ def sorted_values(flats: list[list[float]]) -> list[float]:
         ({"width": 2, "codec": "int4"}, {"width": 1, "codec": "fp32", "buckets": 2}),
         ({"width": 1, "codec": "fp32"}, {"width": 2, "codec": "int4"}),
         ({"width": 3, "codec": "int8", "prediction": "none"}, {"width": 1, "codec": "int8"}),
+        (
+            {"width": 2, "codec": "int4", "reduce": "auto"},
+            {"width": 1, "codec": "int4", "reduce": "auto", "buckets": 2},
+        ),
+        ({"width": 2, "codec": "int4", "reduce": "factors"}, {"width": 1, "codec": "fp32", "reduce": "factors"}),
     ],
 )
 def test_a_strategy_follows_another_one_with_what_it_knew(before: dict[str, Any], after: dict[str, Any]) -> None:

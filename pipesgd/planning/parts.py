@@ -1,0 +1,143 @@
+"""Parts of gradients that a run will gather: their bytes and the work with them, which the timing model asks for."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import closing
+
+import torch
+from torch import Tensor, nn
+
+from pipesgd.baselines.local import Local
+from pipesgd.codecs.make import make_codec
+from pipesgd.comm.all_reduce import Finish, no_op
+from pipesgd.config import TrainConfig
+from pipesgd.data import ShardedBatches
+from pipesgd.flat_buffer import FlatBuffer, make_dense, pack_gradients
+from pipesgd.optim.loss_scale import LossScale
+from pipesgd.pipeline.exchanges import Exchanges, pieces_of
+from pipesgd.pipeline.factor_hooks import FactorHooks
+from pipesgd.ranks import Ranks
+from pipesgd.reducers.factors import FactorsReducer
+from pipesgd.reducers.make import GATHERING
+from pipesgd.run.forward_backward import forward_backward
+from timing_model.params import Parts
+
+ROUNDS = 5
+"""Number of sums whose median time counts, after one that does not."""
+
+
+class FirstGradients:
+    """Gradients of a run's first batch on this rank, computed on a copy of the model.
+
+    Args:
+        config: configuration of the training.
+        model: model on a CPU; it stays as it is.
+        batches: batches of this rank.
+    """
+
+    def __init__(self, config: TrainConfig, model: nn.Module, batches: ShardedBatches):
+        model = copy.deepcopy(model)
+        self.parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
+        optimization = config.optimization
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=optimization.loss_scale, enabled=optimization.precision == "fp16"
+        )
+        self._loss_scale = LossScale(scaler, self.parameters)
+        self._hooks = FactorHooks(model, self._loss_scale)
+        self.exchanges = Exchanges(model, config.pipeline.reduce)
+        self._hooks.follow(self.exchanges.by_factors())
+        never_steps = Local(model, torch.optim.SGD(self.parameters, lr=0.0))
+        with closing(batches.from_iteration(0)) as samples:
+            forward_backward(never_steps, samples, config, scaler, 0)
+        self.pieces = [
+            pieces_of(one, kind, self._hooks, self._loss_scale.scale)
+            if (kind := self.exchanges.kinds.get(id(one)))
+            else None
+            for one in self.parameters
+        ]
+        """Number of each parameter's pieces, as ``pieces_of`` has it; None where a gradient is exchanged whole."""
+
+    def seconds(self, kind: str, numbers: list[int], ranks: Ranks) -> tuple[float, int]:
+        """Return the time of a sum of these parameters' gradients without a network, and how often it gathers.
+
+        Every rank takes its own parts for those of all: the bytes and the work are those of a run.
+        """
+        parameters = [self.parameters[number] for number in numbers]
+        make_dense(parameters)
+        self._loss_scale.divide(parameters)
+        factors = [self._hooks.look(one) for one in parameters] if kind == "factors" else []
+        gradients, buffer = FlatBuffer(parameters), FlatBuffer(parameters)
+        pack_gradients(parameters, gradients)
+        gather = _Own(ranks.rank, ranks.world_size)
+        reducer = GATHERING[kind](gather, rank=ranks.rank, world_size=ranks.world_size)
+        times = []
+        for _ in range(1 + ROUNDS):
+            buffer.fill_from(gradients.views)
+            gather.calls = 0
+            if isinstance(reducer, FactorsReducer):
+                reducer.factors = factors
+            begin = time.perf_counter()
+            reducer.sum(buffer, 0)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:]), gather.calls
+
+
+class _Own:
+    """An all-gather that gives this rank's part in place of those of all ranks, and counts its calls."""
+
+    def __init__(self, rank: int, world_size: int):
+        self._rank, self._world_size = rank, world_size
+        self.calls = 0
+
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = no_op) -> None:
+        parts = flat.view(self._world_size, flat.numel() // self._world_size)
+        parts.copy_(parts[self._rank].clone())
+        self.calls += 1
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        return flat.nbytes // self._world_size * (self._world_size - 1)
+
+
+def parts_of_run(config: TrainConfig, ranks: Ranks, model: nn.Module, batches: ShardedBatches) -> tuple[Parts, ...]:
+    """Return what the ranks will gather in place of whole gradients with the run's ``--reduce``; the same on all ranks.
+
+    All ranks call this together. They choose by the gradients of the first batch, as the run will. Then all time their
+    sums at once, since ranks may share cores as they will in training. The state of random numbers is kept.
+
+    Raises:
+        UserInputError: the gradients cannot be exchanged like this, or the batch not be computed.
+        CommunicationError: a rank was lost.
+    """
+    if config.pipeline.reduce == "matrix":
+        return ()
+    with torch.random.fork_rng(devices=[]):
+        own = ranks.raise_together(
+            "gradients of the first batch", functools.partial(FirstGradients, config, model, batches)
+        )
+    of_ranks = ranks.all_gather_object("sizes of gradients", own.pieces)
+    most: dict[int, int] = {}
+    codec = make_codec(config.compression)
+    for number, counts in enumerate(zip(*of_ranks, strict=True)):
+        one = own.parameters[number]
+        if own.exchanges.undecided([one]):
+            own.exchanges.choose(one, counts, codec, ranks.world_size)
+        if own.exchanges.of(one) != "matrix":
+            most[number] = max((count for count in counts if count is not None), default=0)
+    return tuple(
+        _parts(own, kind, of_kind, ranks)
+        for kind in GATHERING
+        if (of_kind := {at: count for at, count in most.items() if own.exchanges.of(own.parameters[at]) == kind})
+    )
+
+
+def _parts(own: FirstGradients, kind: str, most: Mapping[int, int], ranks: Ranks) -> Parts:
+    """Return the parts of the gradients with these numbers of pieces on the rank with the most. Collective."""
+    timed = ranks.raise_together("sums of gradients", functools.partial(own.seconds, kind, list(most), ranks))
+    seconds, messages = zip(*ranks.all_gather_object("seconds of the sums", timed), strict=True)
+    nbytes = sum(GATHERING[kind].part_bytes(count, own.parameters[number]) for number, count in most.items())
+    return Parts(tensors=tuple(most), nbytes=float(nbytes), messages=max(messages), work=max(seconds))
