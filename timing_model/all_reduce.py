@@ -190,7 +190,7 @@ def parts_time(
         return CollectiveTime(parts.work, 0.0, parts.work)
     numel = parts.nbytes / parts.messages / FLOAT_BYTES
     free = uncompressed(0.0)
-    each = _time("gather-ring", link, free, numel * world_size, world_size, segment_bytes, None, 1, 1, ())
+    each = _time("gather-ring", link, free, numel * world_size, world_size, segment_bytes, None, 1, 1, (), 1)
     wire = parts.messages * each
     return CollectiveTime(wire + parts.work, wire, parts.work)
 
@@ -199,13 +199,13 @@ def forget() -> None:
     """Drop the times and schedules that are kept between calls."""
     _time.cache_clear()
     _native_times.cache_clear()
-    _parts.cache_clear()
+    _schedules.cache_clear()
     _steps.cache_clear()
     unconnected.cache_clear()
 
 
 @lru_cache(maxsize=256)
-def _parts(all_reduce: str, world_size: int, ranks_per_node: int) -> list[Schedule]:
+def _schedules(all_reduce: str, world_size: int, ranks_per_node: int) -> list[Schedule]:
     if all_reduce == "hierarchical":
         return [hierarchical(rank, world_size, ranks_per_node) for rank in range(world_size)]
     return schedules_of(all_reduce, world_size)
@@ -213,7 +213,7 @@ def _parts(all_reduce: str, world_size: int, ranks_per_node: int) -> list[Schedu
 
 @lru_cache(maxsize=16)
 def _steps(all_reduce: str, world_size: int, ranks_per_node: int, segments: int, members: int) -> list[list[Step]]:
-    steps = [steps_of(one, segments, SEGMENTS_AHEAD) for one in _parts(all_reduce, world_size, ranks_per_node)]
+    steps = [steps_of(one, segments, SEGMENTS_AHEAD) for one in _schedules(all_reduce, world_size, ranks_per_node)]
     if members == 1:
         return steps
     return at_once(steps, [range(member, members * world_size, members) for member in range(members)])
@@ -227,7 +227,7 @@ def unconnected(
 
     With islands of several ``members``, there is an all-reduce for each of them, and a ring inside each island.
     """
-    parts = _parts(all_reduce, world_size // members, ranks_per_node)
+    parts = _schedules(all_reduce, world_size // members, ranks_per_node)
     for rank in range(world_size):
         island, member = divmod(rank, members)
         peers = {send.peer * members + member for event in parts[island].events for send in event.sends}
