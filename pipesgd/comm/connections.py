@@ -90,11 +90,14 @@ class Connections:
         self._made = weakref.WeakSet[ScheduledAllReduce]()
         """Collectives that run over these connections, as long as somebody holds them."""
         ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 1
+        is_outside = ranks.rank >= ranks.world_size  # this rank is not among ``ranks``, the first ones of the job
+        if all_reduce != "native" and not is_outside:  # refused before there are groups, which torch would keep
+            self._schedule = agreed_schedule(all_reduce, ranks, ranks_per_node)
         backend = None if all_reduce == "native" else "gloo"
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(connections)]
         on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host
         self._control = self._groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
-        if ranks.rank >= ranks.world_size:  # this rank is not among ``ranks``, the first ones of the job
+        if is_outside:
             return
         pace = TokenBucket(rate_limit).take
         self.control = TorchTransport(self._control, timeout, before_sends=pace)
@@ -104,7 +107,6 @@ class Connections:
             return
         self._transport = TorchTransport(self._groups, timeout, before_waits=self._headers.check, before_sends=pace)
         self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
-        self._schedule = agreed_schedule(all_reduce, ranks, ranks_per_node)
 
     def are(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> bool:
         """Return True if these are connections of this all-reduce, with these values of the other arguments."""

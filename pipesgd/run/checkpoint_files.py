@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
@@ -85,7 +86,12 @@ def ranks_in(folder: Path) -> list[int]:
     return [int(match[1]) for match in matches if match]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """Return what ``save_atomically`` wrote to ``path``, a dict that has values of these ``kinds`` by their keys.
+
+    Raises:
+        UnusableCheckpointError: the file is missing, unreadable, damaged, or does not hold these.
+    """
     if problem := what_is_wrong_with(path):
         raise UnusableCheckpointError(f"{path} is {problem}")
     try:
@@ -94,12 +100,21 @@ def _read(path: Path) -> dict[str, Any]:
         # torch explains at length how to load the file anyway, which nobody should.
         cause = str(failure).partition("\n")[0][:100]
         raise UnusableCheckpointError(f"{path} is no checkpoint ({type(failure).__name__}: {cause})") from None
-    if isinstance(found, dict) and "format" not in found and {"parameters", "strategy"} & found.keys():
+    if not isinstance(found, dict):
+        raise UnusableCheckpointError(f"{path} is no checkpoint of pipesgd")
+    for name, kind in kinds.items():
+        if type(found.get(name)) is not kind:
+            raise UnusableCheckpointError(f"{path} is no checkpoint of pipesgd: it has no {name}")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = read_file(path, {})
+    if "format" not in found and {"parameters", "strategy"} & found.keys():
         raise UnusableCheckpointError(f"{path} is of an older pipesgd, whose checkpoints this one cannot read")
-    known = isinstance(found, dict) and found.get("format") == FORMAT
-    if not known or any(type(found.get(name)) is not kind for name, kind in _HEADER.items()):
+    if found.get("format") != FORMAT or any(type(found.get(name)) is not kind for name, kind in _HEADER.items()):
         raise UnusableCheckpointError(f"{path} is no checkpoint of pipesgd in format {FORMAT}")
-    return dict(found)
+    return found
 
 
 def save_atomically(state: Any, path: Path) -> None:

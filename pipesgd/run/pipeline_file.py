@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.run.checkpoint_files import remove_with_checksum, save_atomically, what_is_wrong_with
+from pipesgd.run.checkpoint_files import (
+    UnusableCheckpointError,
+    read_file,
+    remove_with_checksum,
+    save_atomically,
+)
 from pipesgd.strategy import Strategy
 
 
@@ -40,9 +43,10 @@ class PipelineFile:
             RunError: the file is missing, damaged, or of another save than the checkpoint.
             UserInputError: the job has another number of ranks than the one that saved.
         """
-        if problem := what_is_wrong_with(self.path):
-            raise RunError(f"a checkpoint must have the pipeline of each rank; {self.path} is {problem}")
-        found = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            found = read_file(self.path, {"world_size": int, "state": dict})
+        except UnusableCheckpointError as unusable:
+            raise RunError(f"a checkpoint must have the pipeline of each rank; {unusable}") from None
         if (number := found["world_size"]) != self.world_size:
             raise UserInputError(
                 f"the number of ranks must be that of the checkpoint, {number}, to resume its pipeline; "

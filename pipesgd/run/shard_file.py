@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd.errors import RunError
+from pipesgd.errors import RunError, UserInputError
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.sameness import describe_shares
-from pipesgd.run.checkpoint_files import UnusableCheckpointError, save_atomically, what_is_wrong_with
+from pipesgd.run.checkpoint_files import UnusableCheckpointError, read_file, save_atomically
 from pipesgd.shards import is_dtensor, like, local
+
+_KINDS = {"save": str, "mesh": list, "shares": list, "model": dict, "optimizer": dict, "pipeline": dict}
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class ShardFile:
     pipeline: Pipelined
     optimizer: torch.optim.Optimizer
     """The optimizer that ``pipeline`` steps."""
+
+    def __post_init__(self) -> None:
+        if len(self.pipeline.all_ranks) < 2:
+            raise UserInputError("pipeline must be one with a mesh of islands for a ShardFile; got one without")
 
     @property
     def path(self) -> Path:
@@ -119,9 +125,7 @@ class ShardFile:
         return found
 
     def _read(self, path: Path) -> dict[str, Any]:
-        if problem := what_is_wrong_with(path):
-            raise UnusableCheckpointError(f"{path} is {problem}")
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        found = read_file(path, _KINDS)
         if found["mesh"][1:] != self._mesh[1:]:
             raise UnusableCheckpointError(f"{path} is of a mesh of {_by(found['mesh'])} ranks, not {_by(self._mesh)}")
         for theirs, ours in itertools.zip_longest(found["shares"], self._shares):
