@@ -308,6 +308,14 @@ class LocalSteps(Strategy):
         pull = moving_rate_of(outer, moving_rate, self._ranks.world_size)
         lr = outer_lr if pull is None else self._ranks.world_size * pull
         self._outer = outer_optimizer(self._inner.parameters, outer, lr, outer_momentum, width=width)
+        [group] = self._outer.param_groups
+        self._settings = {
+            "outer": outer,
+            "moving-rate": pull,
+            "outer-lr": group["lr"],
+            "outer-momentum": group["momentum"],
+        }
+        """What the outer optimizer must have in common with that of a state that is loaded."""
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
         own = {
@@ -408,6 +416,7 @@ class LocalSteps(Strategy):
         return {
             "iteration": self.iteration,
             "pipeline": self._pipeline.state_dict(),
+            "settings": dict(self._settings),
             "outer": copy.deepcopy(self._outer.state_dict()),
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
             "loss_scale": self._inner.loss_scale.state_dict(),
@@ -418,10 +427,15 @@ class LocalSteps(Strategy):
         """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
 
         Raises:
-            UserInputError: ``state`` is of another number of fragments, or of another codec.
+            UserInputError: ``state`` is of another number of fragments, another codec or another outer optimizer.
         """
         if (before := state["pipeline"]["buckets"]) != str(self._fragments):
             raise UserInputError(f"fragments must be {before}, as in the state that is loaded; got {self._fragments}")
+        for name, value in state.get("settings", self._settings).items():  # earlier versions had none
+            if value != self._settings[name]:
+                raise UserInputError(
+                    f"{name} must be {value}, as in the state that is loaded; got {self._settings[name]}"
+                )
         self._pipeline.check_state(state["pipeline"])
         self._error = None
         # Copies: torch's optimizers continue with the very tensors that they load.

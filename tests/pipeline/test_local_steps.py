@@ -525,6 +525,8 @@ def test_a_state_dict_is_a_copy_and_can_be_loaded_again_and_again() -> None:
     ("options", "refusal"),
     [
         ({"fragments": 2}, "fragments must be 2, as in the state that is loaded; got 1"),
+        ({"outer": "nesterov"}, "outer must be nesterov, as in the state that is loaded; got average"),
+        ({"outer_lr": 0.5}, "outer-lr must be 0.5, as in the state that is loaded; got 0.8"),
         ({"codec": "int8"}, "codec must be int8 in blocks of 1024, as in the state that is loaded; got fp32"),
     ],
 )
