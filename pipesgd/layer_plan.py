@@ -90,11 +90,11 @@ def read_plan(path: Path, model: nn.Module, members: int) -> LayerPlan:
         raise UserInputError(f'plan must name layers, each as [layers."NAME"]; got none in {path}')
     if not tables:
         return _without_layers(table, members)
+    if stray := [key for key, value in tables.items() if not isinstance(value, dict)]:
+        raise UserInputError(f'plan must name layers, each as [layers."NAME"]; got {stray[0]} in {path}')
     modules = dict(model.named_modules())
     layers: dict[str, SplitLayer] = {}
     for pattern, fields in _tables_by_name(tables):
-        if not pattern:
-            raise UserInputError(f'plan must name layers, each as [layers."NAME"]; got {next(iter(fields))} in {path}')
         names = [name for name in modules if _matches(name, pattern)]
         if not names:
             hint = did_you_mean(pattern, list(modules))
@@ -144,7 +144,9 @@ def _tables_by_name(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[
 def _matches(name: str, pattern: str) -> bool:
     """Return True if ``name`` is ``pattern``, in which each "*" is for one or more characters between two dots."""
     parts, patterns = name.split("."), pattern.split(".")
-    return bool(name) and len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+    return (
+        bool(name) == bool(pattern) and len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+    )
 
 
 def _layer(name: str, module: nn.Module, fields: Mapping[str, Any], members: int) -> SplitLayer:

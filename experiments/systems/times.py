@@ -108,6 +108,11 @@ def predicted(config: TrainConfig, words: str, profile: Profile, nodes: int) -> 
     [compute] = profile.compute
     strategy = config.pipeline.strategy
     if strategy == "pipelined":
+        if config.pipeline.reduce != "matrix":
+            return {
+                "reason": "reduce must be matrix, since only a run knows what else it will exchange; "
+                f"got {config.pipeline.reduce}"
+            }
         try:
             asked = dataclasses.replace(config, planning=PlanningConfig(cluster=Path("cluster.toml")))
             found = decide(profile, compute, asked, world_size=nodes, iterations=1000, source="calibrated", own=True)

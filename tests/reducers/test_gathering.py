@@ -35,7 +35,7 @@ class Counted:
 
 
 def test_rows_are_held_twice_and_once_for_every_rank_while_they_are_summed() -> None:
-    rows, columns, used = 211, 97, 5
+    rows, columns, used = 211, 97, 23  # sizes that no tensor of another test has
     gradient = torch.zeros(rows, columns)
     gradient[:used] = 1.0
     buffer, gather = FlatBuffer([gradient]), Counted()
