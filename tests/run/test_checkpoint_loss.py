@@ -192,7 +192,7 @@ def write(path: Path, value: object) -> None:
     ("spoil", "said"),
     [
         (_old_format, "shared.pt is of an older pipesgd, whose checkpoints this one cannot read"),
-        (_foreign_object, "shared.pt is no checkpoint of pipesgd in format 2"),
+        (_foreign_object, "shared.pt is no checkpoint of pipesgd"),
         (_other_rank, "rank-0.pt is of rank 1, not 0"),
         (_other_world_size, "rank-0.pt is of world size 7, not 1"),
         (_pickle, "shared.pt is no checkpoint (UnpicklingError: "),
