@@ -315,7 +315,7 @@ class LocalSteps(Strategy):
             "outer-lr": group["lr"],
             "outer-momentum": group["momentum"],
         }
-        """What the outer optimizer must have in common with that of a state that is loaded."""
+        """Options of the outer optimizer, which must be those of a state that is loaded."""
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
         own = {

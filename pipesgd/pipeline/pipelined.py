@@ -823,7 +823,7 @@ class Pipelined(Strategy):
         for index, gradient in zip(indices, pack_gradients(parameters, bucket), strict=True):
             outgoing.local[index] = gradient
         for flat, left_out in zip(bucket.flats, self._left_out[bucket.first :], strict=False):
-            # ``mean_over_ranks`` divides float16 gradients before it sums them, so these are what shares of a mean lost.
+            # ``mean_over_ranks`` divides float16 gradients before it sums them: these are what shares of a mean lost.
             as_real(flat).add_(left_out, alpha=self._ranks.world_size if flat.dtype == torch.float16 else 1)
         outgoing.packs.append(Span("pack", outgoing.iteration, begin, time.perf_counter()))
 
