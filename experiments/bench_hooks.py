@@ -13,19 +13,18 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from rich.console import Console
 from torch import nn
 
-from experiments import command, paired
-from experiments.bench_pipelined import UNTIMED_ITERATIONS, WORKLOADS, Effort, Workload, make_blocks
+from experiments import command
+from experiments.bench_pipelined import WORKLOADS, Effort, Workload, time_in_rounds
 from experiments.loops import Loop, Piped
 from experiments.paired import Seconds, interquartile_range, median, paired_ratio
 from experiments.results import Row, save
 from pipesgd.config import DEFAULT_TIMEOUT
-from pipesgd.data import DataSplits, load_dataset
+from pipesgd.data import load_dataset
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 
@@ -65,25 +64,6 @@ def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:
         HOOKED: Waiting(copy.deepcopy(model), ranks, hooks=True, **cut),
         UNHOOKED: Waiting(copy.deepcopy(model), ranks, hooks=False, **cut),
     }
-
-
-def compute(ranks: Ranks, effort: Effort, data: DataSplits, console: Console) -> list[Row]:
-    """Return a row for every workload and contender, the same on all ranks. Collective."""
-    loops = {workload: make_loops(workload.build(data), ranks) for workload in effort.workloads}
-    blocks = {
-        workload: make_blocks(loops[workload], workload.batches(data, ranks, UNTIMED_ITERATIONS + effort.block))
-        for workload in effort.workloads
-    }
-    round_seconds = {workload: paired.round_seconds(blocks[workload]) for workload in effort.workloads}
-    rows: list[Row] = []
-    total = effort.rounds * sum(round_seconds.values())
-    with command.progress(console, "cost of hooks", total, show=ranks.rank == 0) as advance:
-        for workload in effort.workloads:
-            after_round = partial(advance, round_seconds[workload], workload.name)
-            rows += summarize(workload, paired.interleave(blocks[workload], effort.rounds, after_round=after_round))
-    for loop in (loop for some in loops.values() for loop in some.values()):
-        loop.close()
-    return rows
 
 
 def summarize(workload: Workload, seconds: Mapping[str, Seconds]) -> list[Row]:
@@ -129,7 +109,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.world_size))
     data = ranks.raise_together("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
-    rows = compute(ranks, QUICK if arguments.quick else FULL, data, console)
+    effort = QUICK if arguments.quick else FULL
+    rows = time_in_rounds(ranks, effort, data, console, "cost of hooks", make_loops, summarize)
     if ranks.rank == 0:
         verdicts = {f"{row['workload']}: {row['contender']}": verdict(row) for row in rows if verdict(row)}
         save("bench_hooks", rows, extra={"at_most": MOST, "verdicts": verdicts}, folder=arguments.output)

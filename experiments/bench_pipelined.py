@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -98,8 +98,24 @@ QUICK = Effort(workloads=WORKLOADS[:1], block=5, rounds=3)
 
 def compute(ranks: Ranks, effort: Effort, data: DataSplits, console: Console) -> list[Row]:
     """Return a row for every workload and contender, the same on all ranks."""
+    return time_in_rounds(ranks, effort, data, console, "time of an iteration", make_loops, summarize)
+
+
+def time_in_rounds(
+    ranks: Ranks,
+    effort: Effort,
+    data: DataSplits,
+    console: Console,
+    title: str,
+    make: Callable[[nn.Module, Ranks], Mapping[str, Loop]],
+    tabulate: Callable[[Workload, dict[str, Seconds]], list[Row]],
+) -> list[Row]:
+    """Return the rows that ``tabulate`` makes of the times of each workload's loops, in interleaved rounds. Collective.
+
+    ``make`` makes the loops of a model. ``title`` is that of the progress, on rank 0.
+    """
     # 1. Warm up with one round of each, which also shows how long everything will take.
-    loops = {workload: make_loops(workload.build(data), ranks) for workload in effort.workloads}
+    loops = {workload: make(workload.build(data), ranks) for workload in effort.workloads}
     blocks = {
         workload: make_blocks(loops[workload], workload.batches(data, ranks, UNTIMED_ITERATIONS + effort.block))
         for workload in effort.workloads
@@ -108,10 +124,10 @@ def compute(ranks: Ranks, effort: Effort, data: DataSplits, console: Console) ->
     # 2. Time them.
     rows: list[Row] = []
     total = effort.rounds * sum(round_seconds.values())
-    with command.progress(console, "time of an iteration", total, show=ranks.rank == 0) as advance:
+    with command.progress(console, title, total, show=ranks.rank == 0) as advance:
         for workload in effort.workloads:
             after_round = partial(advance, round_seconds[workload], workload.name)
-            rows += summarize(workload, paired.interleave(blocks[workload], effort.rounds, after_round=after_round))
+            rows += tabulate(workload, paired.interleave(blocks[workload], effort.rounds, after_round=after_round))
     for loop in (loop for some in loops.values() for loop in some.values()):
         loop.close()
     return rows

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.run.checkpoint_files import (
-    UnusableCheckpointError,
-    read_file,
-    remove_with_checksum,
-    save_atomically,
-)
+from pipesgd.run.checkpoint_files import UnusableCheckpointError, read_file, remove_with_checksum, save_atomically
 from pipesgd.strategy import Strategy
 
 
