@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib.metadata
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from pipesgd.errors import UserInputError
 
@@ -72,20 +69,14 @@ def _first_two_numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
-def check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Sequence[str]]) -> None:
-    """Raise ``UserInputError`` for a set field of the dataclass ``section`` that ``chosen`` does not read.
+def refuse(*combinations: tuple[object, object, str]) -> None:
+    """Raise ``UserInputError`` for the first of these combinations of options that is given.
 
-    ``readers`` maps a field to the values of ``option`` that read it; other fields are always read. An option that is
-    not read must not be accepted silently.
+    Each is a condition that is true if it is given, the value that was got, and what must hold.
     """
-    for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
-        if item.name in readers and chosen not in readers[item.name] and value != item.default:
-            shown = value if isinstance(value, Path) else repr(value)
-            raise UserInputError(
-                f"{item.name.replace('_', '-')} must be left out with --{option} {chosen}, which has no use for it "
-                f"(it belongs to {one_of(readers[item.name])}); got {shown}"
-            )
+    for given, got, must in combinations:
+        if given:
+            raise UserInputError(f"{must}; got {got}")
 
 
 def one_of(choices: Sequence[str]) -> str:

@@ -29,8 +29,9 @@ import tyro
 from pipesgd import __version__
 from pipesgd.checks import did_you_mean
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import AUTO, AUTO_OPTIONS, CHOICES, FORMER_NAMES, FORMER_VALUES, TrainConfig
+from pipesgd.config import AUTO, AUTO_OPTIONS, FORMER_NAMES, FORMER_VALUES, TrainConfig
 from pipesgd.errors import UserInputError, warn
+from pipesgd.options import dashed
 from pipesgd.toml_file import read_toml
 
 CONFIG_HELP = """
@@ -137,11 +138,6 @@ def _program(command: str) -> str:
     return f"torchrun [options of torchrun] -m pipesgd.{command}"
 
 
-def _dashed(name: str) -> str:
-    """Return the name on the command line of a field."""
-    return name.replace("_", "-")
-
-
 def version() -> str:
     """Return the versions of this package, of torch and of Python."""
     torch = importlib.metadata.version("torch")  # importing it takes seconds
@@ -201,24 +197,24 @@ def _shown(section: type[Any], names: Collection[str]) -> type[Any]:
     texts, hints = help_texts(section), get_type_hints(section)
     fields = []
     for item in dataclasses.fields(section):
-        if _dashed(item.name) in names:
+        if dashed(item.name) in names:
             unset = item.default is None or item.default is False  # Python's words tell a user nothing
             shown = tyro.conf.arg(
                 help=texts[item.name],
-                metavar=_metavar(item.name, hints[item.name]),
+                metavar=_metavar(item, hints[item.name]),
                 help_behavior_hint="" if unset else None,
             )
             fields.append((item.name, Annotated[hints[item.name], shown], dataclasses.field(default=item.default)))
     return dataclasses.make_dataclass(section.__name__, fields, kw_only=True, namespace={"__doc__": section.__doc__})
 
 
-def _metavar(name: str, hint: Any) -> str | None:
+def _metavar(item: dataclasses.Field[Any], hint: Any) -> str | None:
     """Return what follows an option in ``--help``: its choices, or the kind of its value; None to let tyro say it."""
     kinds = [kind for kind in (*get_args(hint), hint) if kind in (int, float, str, Path)]
     if get_origin(hint) is tuple or not kinds:
         return None
-    choices = "|".join(CHOICES[name]) if name in CHOICES else kinds[0].__name__.upper()
-    return f"{choices}|{AUTO}" if _dashed(name) in AUTO_OPTIONS else choices
+    choices = "|".join(item.metadata.get("choices", ())) or kinds[0].__name__.upper()
+    return f"{choices}|{AUTO}" if dashed(item.name) in AUTO_OPTIONS else choices
 
 
 def as_toml(config: TrainConfig) -> str:
@@ -262,7 +258,7 @@ def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
     """Return the options of a TOML file, each as the arguments that set it on the command line."""
     options = []
     for key, value in read_toml("config", path).items():
-        name = key.replace("_", "-")
+        name = dashed(key)
         if FORMER_NAMES.get(name, name) not in defaults:
             raise UserInputError(
                 f"every key in {path} must be an option; got {key!r}{did_you_mean(name, list(defaults))}"
@@ -380,7 +376,7 @@ def _take_autos(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
         rest.append(argument)
     if "codec" in auto:
         for item in dataclasses.fields(CodecOptions):
-            option = item.name.replace("_", "-")
+            option = dashed(item.name)
             given = _value_of(option, rest)
             if given not in (None, str(item.default)):  # a --config file may spell out the default
                 raise UserInputError(

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
-from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_timeout, refuse
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
-from pipesgd.functions import OWN, check_function, kind
+from pipesgd.functions import OWN, kind
+from pipesgd.options import check_options, dashed, option
 from timing_model.buckets import WHOLE, Cut
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.units import parse_bandwidth
@@ -53,29 +53,10 @@ FORMER_NAMES = {"streams": "connections"}
 FORMER_VALUES = {("server-placement", "beside"): "colocated", ("server-placement", "own"): "dedicated"}
 """Names and values of options in the previous version, which this one still accepts, and what they are called now."""
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "dataset": (*IMAGE_DATASETS, *TEXTS),  # with OWN, --help would break the line inside a word
-    "model": MODELS,
-    "loss": LOSSES,
-    "optimizer": OPTIMIZERS,
-    "lr_scaling": LR_SCALINGS,
-    "schedule": SCHEDULES,
-    "precision": PRECISIONS,
-    "strategy": STRATEGIES,
-    "prediction": PREDICTIONS,
-    "outer": OUTERS,
-    "buffers": BUFFERS,
-    "all_reduce": tuple(ALL_REDUCES),
-    "reduce": REDUCES,
-    "ddp_hook": DDP_HOOKS,
-    "server_placement": SERVER_PLACEMENTS,
-    "codec": CODECS,
-    "rounding": ROUNDINGS,
-    "error_feedback": ON_OFF,
-    "device": DEVICES,
-    "on_nonfinite": ON_NONFINITE,
-}
-"""Values of the fields that have a few known ones, by field."""
+PIPELINED = {"strategy": ("pipelined",)}
+ELASTIC_OR_PIPELINED = {"strategy": ("pipelined", "easgd-async")}
+WITH_SERVERS = {"strategy": SERVER_STRATEGIES}
+"""Strategies with which an option has an effect (``read_by``)."""
 
 MAX_WIDTH = 64
 """Largest width: each unit costs one copy of the gradient and one iteration of staleness."""
@@ -256,34 +237,27 @@ def dataset_kind(name: str) -> str:
 class DataConfig:
     """Training data."""
 
-    dataset: str = "digits"
+    dataset: str = option("digits", choices=DATASETS[:-1], kind=dataset_kind)  # --help has no room for the last
     """Data set: digits (embedded), mnist, fashion-mnist, cifar100, images (a folder per class), python-stdlib (source
     text of the running Python), text:PATH (a text file, or all files in a folder), or module:function (returns a
     training and a test set)."""
-    data_dir: Path | None = None
+    data_dir: Path | None = option(None, read_by={"dataset": (*IMAGE_DATASETS[1:], OWN)})
     """Folder of the data files; not needed for digits and text, nor for fashion-mnist from Debian's package."""
-    batch_size: int = 32
+    batch_size: int = option(32, at_least=1)
     """Samples per rank and iteration; with --accumulation, per micro-batch."""
-    image_size: int = 64
+    image_size: int = option(64, at_least=1, read_by={"dataset": ("images", OWN)})
     """Side length in pixels to which the pictures of --dataset images are scaled and cropped."""
-    random_crop: int = 0
+    random_crop: int = option(0, at_least=0, read_by={"dataset": IMAGE_DATASETS})
     """Pixels added on each side of every training image, before a random part of its former size is cut out of it."""
-    mirror: bool = False
+    mirror: bool = option(False, read_by={"dataset": IMAGE_DATASETS})
     """Mirror every second training image, chosen at random."""
-    context: int = 64
+    context: int = option(64, at_least=1, read_by={"dataset": (*TEXTS, OWN)})
     """Length of a text sample in bytes."""
-    loader_workers: int | None = None
+    loader_workers: int | None = option(None, at_least=0)
     """Processes per rank that load and decode data during computation; by default 2 for --dataset images, else 0."""
 
     def __post_init__(self) -> None:
-        check_function("dataset", self.dataset, dataset_kind(self.dataset), DATASETS)
-        check_at_least("batch-size", self.batch_size, 1)
-        check_at_least("image-size", self.image_size, 1)
-        check_at_least("random-crop", self.random_crop, 0)
-        check_at_least("context", self.context, 1)
-        check_read(self, "dataset", dataset_kind(self.dataset), _READ_BY_DATASET)
-        if self.loader_workers is not None:
-            check_at_least("loader-workers", self.loader_workers, 0)
+        check_options(self)
 
     @property
     def workers(self) -> int:
@@ -293,117 +267,77 @@ class DataConfig:
         return self.loader_workers
 
 
-_READ_BY_DATASET = {
-    "data_dir": (*IMAGE_DATASETS[1:], OWN),
-    "image_size": ("images", OWN),
-    "random_crop": IMAGE_DATASETS,
-    "mirror": IMAGE_DATASETS,
-    "context": (*TEXTS, OWN),
-}
-"""Data sets that read an option of ``DataConfig``, by option; those not listed are read with all data sets."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Model and loss."""
 
-    model: str = "mlp"
+    model: str = option("mlp", choices=MODELS, kind=kind)
     """Model: mlp, convnet, resnet18 or alexnet for images; transformer for text; or module:function (returns a
     torch.nn.Module)."""
-    loss: str = "cross-entropy"
+    loss: str = option("cross-entropy", choices=LOSSES, kind=kind)
     """Loss: cross-entropy, whose evaluations also measure the accuracy; or module:function (called with the model's
     outputs and the targets, returns their mean loss)."""
-    hidden_sizes: tuple[int, ...] = (500, 500)
+    hidden_sizes: tuple[int, ...] = option((500, 500), at_least=1, read_by={"model": ("mlp", OWN)})
     """Widths of the hidden layers of --model mlp."""
-    layers: int = 2
+    layers: int = option(2, at_least=1, read_by={"model": (*TEXT_MODELS, OWN)})
     """Blocks of --model transformer."""
-    heads: int = 4
+    heads: int = option(4, at_least=1, read_by={"model": (*TEXT_MODELS, OWN)})
     """Attention heads in each block of --model transformer."""
-    embedding: int = 128
+    embedding: int = option(128, at_least=1, read_by={"model": (*TEXT_MODELS, OWN)})
     """Embedding size of a byte in --model transformer; a multiple of --heads."""
 
     def __post_init__(self) -> None:
-        check_function("model", self.model, kind(self.model), MODELS)
-        check_function("loss", self.loss, kind(self.loss), LOSSES)
-        for size in self.hidden_sizes:
-            check_at_least("hidden-sizes", size, 1)
-        for name in ("layers", "heads", "embedding"):
-            check_at_least(name, getattr(self, name), 1)
-        check_read(self, "model", kind(self.model), _READ_BY_MODEL)
+        check_options(self)
         if self.embedding % self.heads:
             raise UserInputError(f"embedding must be a multiple of --heads {self.heads}; got {self.embedding}")
-
-
-_READ_BY_MODEL = {
-    "hidden_sizes": ("mlp", OWN),
-    "layers": (*TEXT_MODELS, OWN),
-    "heads": (*TEXT_MODELS, OWN),
-    "embedding": (*TEXT_MODELS, OWN),
-}
-"""Models that read an option of ``ModelConfig``, by option; those not listed are read by all models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationConfig:
     """Weight updates: optimizer, precision and length of the training."""
 
-    optimizer: str = "sgd"
+    optimizer: str = option("sgd", choices=OPTIMIZERS)
     """Optimizer: sgd, nesterov, adam, adamw, adagrad or muon (for hidden matrices, with adamw for the rest)."""
-    lr: float = 0.02
+    lr: float = option(0.02, above_zero=True)
     """Learning rate; the peak, if --schedule varies it."""
-    momentum: float = 0.9
+    momentum: float = option(0.9, at_least=0, read_by={"optimizer": ("sgd", "nesterov")})
     """Momentum of sgd and nesterov."""
-    weight_decay: float = 0.0
+    weight_decay: float = option(0.0, at_least=0)
     """Weight decay."""
-    lr_scaling: str = "none"
+    lr_scaling: str = option("none", choices=LR_SCALINGS)
     """Scaling of --lr with the number of ranks that compute: none, or linear (--lr is that of a single rank, and is
     multiplied by their number)."""
-    schedule: str = "constant"
+    schedule: str = option("constant", choices=SCHEDULES)
     """Learning-rate schedule: constant, cosine (decays to zero) or one-cycle (rises, then decays to zero)."""
-    accumulation: int = 1
+    accumulation: int = option(1, at_least=1)
     """Micro-batches of --batch-size samples whose gradients each rank accumulates before they are exchanged."""
     clip_norm: float | None = None
     """Largest norm of the averaged gradient; larger gradients are scaled down before they are applied. No limit by
     default."""
     clip_value: float | None = None
     """Largest magnitude of a value in the averaged gradient; no limit by default."""
-    precision: str = "fp32"
+    precision: str = option("fp32", choices=PRECISIONS)
     """Precision of forward and backward passes where torch.autocast lowers it: fp32, bf16, or fp16 with a loss scale.
     Weights and gradients stay float32."""
-    loss_scale: float = 65536.0
+    loss_scale: float = option(65536.0, read_by={"precision": ("fp16",)})
     """Initial loss scale of --precision fp16; torch's GradScaler adapts it."""
-    epochs: int | None = None
+    epochs: int | None = option(None, at_least=1)
     """Passes over the training set; 3 by default, unless --iterations is given."""
-    iterations: int | None = None
+    iterations: int | None = option(None, at_least=1)
     """Weight updates to run, instead of --epochs."""
-    seed: int = 0
+    seed: int = option(0, at_least=0)
     """Seed of the initial weights and the sample order."""
 
     def __post_init__(self) -> None:
-        check_one_of("optimizer", self.optimizer, OPTIMIZERS)
-        check_above_zero("lr", self.lr)
-        check_one_of("lr-scaling", self.lr_scaling, LR_SCALINGS)
-        check_at_least("momentum", self.momentum, 0)
+        check_above_zero("loss-scale", self.loss_scale, MAX_LOSS_SCALE)
+        check_options(self)
+        check_clipping(self.clip_norm, self.clip_value)
         if self.momentum >= 1:
             raise UserInputError(f"momentum must be below 1; got {self.momentum}")
         if self.optimizer == "nesterov" and self.momentum == 0:
             raise UserInputError("momentum must be above 0 with --optimizer nesterov; got 0")
-        check_at_least("weight-decay", self.weight_decay, 0)
-        check_one_of("schedule", self.schedule, SCHEDULES)
-        check_at_least("accumulation", self.accumulation, 1)
-        check_clipping(self.clip_norm, self.clip_value)
-        check_one_of("precision", self.precision, PRECISIONS)
-        check_above_zero("loss-scale", self.loss_scale, MAX_LOSS_SCALE)
-        if self.loss_scale > MAX_LOSS_SCALE:
-            raise UserInputError(f"loss-scale must be at most {MAX_LOSS_SCALE:g}; got {self.loss_scale:g}")
-        check_read(self, "precision", self.precision, {"loss_scale": ("fp16",)})
-        check_read(self, "optimizer", self.optimizer, {"momentum": ("sgd", "nesterov")})
-        check_at_least("seed", self.seed, 0)
         if self.epochs is not None and self.iterations is not None:
             raise UserInputError("epochs and iterations must not both be given; leave one of them out")
-        for name, value in (("epochs", self.epochs), ("iterations", self.iterations)):
-            if value is not None:
-                check_at_least(name, value, 1)
 
     def for_ranks(self, ranks: int) -> OptimizationConfig:
         """Return these options with the learning rate that this many ``ranks`` train with."""
@@ -415,96 +349,86 @@ class OptimizationConfig:
 class PipelineConfig:
     """Exchange of gradients between ranks."""
 
-    strategy: str = "pipelined"
+    strategy: str = option("pipelined", choices=STRATEGIES)
     """Training strategy: pipelined (width 1 is synchronous SGD), ddp (torch's own), ps-sync and ps-async (parameter
     servers), easgd-async (elastic averaging with a centre on parameter servers), or local (no communication: an upper
     bound on the speed of the others)."""
-    width: int = 2
+    width: int = option(2, read_by=PIPELINED)
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous; auto chooses from
     1 to 3 (see --cluster)."""
-    warmup_iterations: int = 0
+    warmup_iterations: int = option(0, read_by=PIPELINED)
     """Iterations at the start of the run that use width 1."""
-    prediction: str = "eager"
+    prediction: str = option("eager", choices=PREDICTIONS, read_by=PIPELINED)
     """Weight prediction, which puts an estimate in place of the gradients in flight: local (this rank's own gradients),
     eager (the same, corrected by their past errors and extrapolated further the less they agree with the means), or
     none. Width 1 needs none."""
-    local_steps: int = 1
+    local_steps: int = option(1, read_by=ELASTIC_OR_PIPELINED)
     """Iterations that each rank trains by itself before the ranks exchange how far these have moved their weights.
     --width then counts windows of this many iterations, and each rank predicts with its own movement. With easgd-async,
     iterations between two exchanges of a rank with the servers."""
-    outer: str | None = None
+    outer: str | None = option(None, choices=OUTERS, read_by=PIPELINED)
     """Outer optimizer of local steps, even of a single one: average (of ranks' weights, the default), nesterov (with
     momentum, as in DiLoCo) or elastic (ranks keep their own weights, and a common centre and they pull each other, as
     in EASGD)."""
-    outer_lr: float | None = None
+    outer_lr: float | None = option(None, read_by=PIPELINED)
     """Learning rate of --outer average (0.8 by default, 1 at width 1) or nesterov (0.7)."""
-    outer_momentum: float | None = None
+    outer_momentum: float | None = option(None, read_by=PIPELINED)
     """Momentum of --outer nesterov; 0.9 by default."""
-    moving_rate: float | None = None
+    moving_rate: float | None = option(None, read_by=ELASTIC_OR_PIPELINED)
     """Share of its way to the centre that a rank is pulled after each window with --outer elastic or easgd-async; by
     default 0.9 divided by the number of ranks."""
-    average_state: bool = False
+    average_state: bool = option(False, read_by=PIPELINED)
     """Average the state of the ranks' optimizers (momentum) whenever their weights are averaged, at width 1 (AWAGD)."""
-    fragments: int = 1
+    fragments: int = option(1, read_by=PIPELINED)
     """Parts of the weights that are exchanged in turns, one at the end of each window (weight streaming): an exchange
     has fewer bytes, and between two exchanges of a weight are --local-steps times --fragments iterations. auto chooses
     the fewest of which each is exchanged while a window computes (see --cluster)."""
-    guard: bool = False
+    guard: bool = option(False, read_by=PIPELINED)
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness."""
-    allow_drift: bool = False
+    allow_drift: bool = option(False, read_by=PIPELINED)
     """Train on processors that compute different bits, such as ARM with x86, which is refused by default: replicas
     drift apart by rounding errors, and get rank 0's weights at every evaluation and checkpoint."""
-    buffers: str = "average"
+    buffers: str = option("average", choices=BUFFERS)
     """Buffers (batch norm's statistics) in evaluations and in the trained model: average (their mean over ranks),
     rank-0 (rank 0's), or own (each rank's). Between evaluations, every rank updates its own."""
-    all_reduce: str = "ring"
+    all_reduce: str = option("ring", choices=tuple(ALL_REDUCES), kind=kind, read_by=PIPELINED)
     """All-reduce algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then
     between them), native (torch's own), or module:function (returns a schedule); auto chooses one (see --cluster)."""
-    segment_bytes: int = SEGMENT_BYTES
+    segment_bytes: int = option(SEGMENT_BYTES, read_by=PIPELINED)
     """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
-    connections: int = 1
+    connections: int = option(1, read_by=PIPELINED)
     """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
-    rate_limit: str | None = None
+    rate_limit: str | None = option(None, read_by=PIPELINED)
     """Most that each rank sends in a second, as 50mbit or 6.25MB/s, so that others can use its line, too; no limit by
     default. It counts the messages of all-reduces, without the headers of packets (about 5 %)."""
-    buckets: str = "1"
+    buckets: str = option("1", read_by=PIPELINED)
     """Buckets in which gradients leave while the backward pass runs: a number of buckets of about equal size, or the
     largest size of one, such as 1MiB; auto chooses a number (see --cluster). 1 is the whole gradient, after the
     backward pass."""
-    reduce: str = "matrix"
+    reduce: str = option("matrix", choices=REDUCES, read_by=PIPELINED)
     """Exchange of gradients: matrix (whole, with --all-reduce and --codec), rows (of embeddings, all ranks gather the
     rows that are not zero), factors (for linear layers, all ranks gather inputs and output gradients, and multiply
     them: fewer bytes with large layers and small batches), or auto (for each embedding and linear layer, what sends
     fewer bytes of the first gradients; run.json has the choices). Rows and factors are exact and uncompressed.
     Everything else is exchanged whole, as are weights that an embedding or a linear layer shares with another kind
     of layer. With rows, torch.nn.Embedding may have sparse=True."""
-    ddp_hook: str = "none"
+    ddp_hook: str = option("none", choices=DDP_HOOKS, read_by={"strategy": ("ddp",)})
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
-    servers: int = 1
+    servers: int = option(1, at_least=1, read_by=WITH_SERVERS)
     """Number of parameter servers, each with its share of the weights (ps-sync, ps-async, easgd-async)."""
-    server_placement: str = "colocated"
+    server_placement: str = option("colocated", choices=SERVER_PLACEMENTS, read_by=WITH_SERVERS)
     """Placement of the parameter servers: colocated (on the ranks of the first workers) or dedicated (on the last
     ranks, which do nothing else)."""
-    staleness_bound: int | None = None
+    staleness_bound: int | None = option(None, at_least=0, read_by={"strategy": ("ps-async",)})
     """Largest lead of the fastest worker over the slowest, in iterations (ps-async); no bound by default, 0 is
     ps-sync."""
 
     def __post_init__(self) -> None:
-        check_one_of("strategy", self.strategy, STRATEGIES)
         check_width(self.width, self.warmup_iterations)
-        check_one_of("prediction", self.prediction, PREDICTIONS)
-        check_one_of("buffers", self.buffers, BUFFERS)
-        check_function("all-reduce", self.all_reduce, kind(self.all_reduce), (*ALL_REDUCES, OWN))
         check_messages(self.all_reduce, self.segment_bytes, self.connections)
+        check_options(self)
         rate_of(self.rate_limit, self.all_reduce)
         cut_of(self.buckets)
-        check_one_of("reduce", self.reduce, REDUCES)
-        check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
-        check_at_least("servers", self.servers, 1)
-        check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
-        if self.staleness_bound is not None:
-            check_at_least("staleness-bound", self.staleness_bound, 0)
-        check_read(self, "strategy", self.strategy, _READ_BY_STRATEGY)
         self._check_windows()
 
     @property
@@ -525,28 +449,20 @@ class PipelineConfig:
             for name, value in own.items():
                 if value != defaults[name]:
                     raise UserInputError(
-                        f"{name.replace('_', '-')} must be left out without --local-steps or --outer, to which it "
+                        f"{dashed(name)} must be left out without --local-steps or --outer, to which it "
                         f"belongs; got {value}"
                     )
             return
         option = "--local-steps" if self.local_steps > 1 else "--outer" if self.outer is not None else "--fragments"
-        if self.prediction != "eager":
-            raise UserInputError(
-                f"prediction must be left out with {option}, since each rank expects its own movement; "
-                f"got {self.prediction!r}"
-            )
-        if self.guard:
-            raise UserInputError(f"guard must be left out with {option}, since it judges averaged gradients; got True")
-        if self.reduce != "matrix":
-            raise UserInputError(
-                f"reduce must be left out with {option}, since a movement is that of a whole window, and no gradient; "
-                f"got {self.reduce!r}"
-            )
-        if cut_of(self.buckets) != WHOLE:
-            raise UserInputError(
-                f"buckets must be left out with {option}, since a movement is complete only when its window ends; "
-                f"got {self.buckets}"
-            )
+        refuse(
+            (self.prediction != "eager", repr(self.prediction),
+             f"prediction must be left out with {option}, since each rank expects its own movement"),
+            (self.guard, True, f"guard must be left out with {option}, since it judges averaged gradients"),
+            (self.reduce != "matrix", repr(self.reduce),
+             f"reduce must be left out with {option}, since a movement is that of a whole window, and no gradient"),
+            (cut_of(self.buckets) != WHOLE, self.buckets,
+             f"buckets must be left out with {option}, since a movement is complete only when its window ends"),
+        )  # fmt: skip
 
     def describe(self) -> str:
         """Return a short description of what is done with the gradients."""
@@ -602,28 +518,6 @@ _REDUCED = {
 }
 """Words for the exchange of gradients, by ``reduce``."""
 
-_READ_BY_STRATEGY = {
-    "width": ("pipelined",),
-    "warmup_iterations": ("pipelined",),
-    "prediction": ("pipelined",),
-    **dict.fromkeys(("outer", *_OF_WINDOWS), ("pipelined",)),
-    **dict.fromkeys(("local_steps", "moving_rate"), ("pipelined", "easgd-async")),
-    "guard": ("pipelined",),
-    "allow_drift": ("pipelined",),
-    "all_reduce": ("pipelined",),
-    "segment_bytes": ("pipelined",),
-    "connections": ("pipelined",),
-    "rate_limit": ("pipelined",),
-    "buckets": ("pipelined",),
-    "reduce": ("pipelined",),
-    "ddp_hook": ("ddp",),
-    "servers": SERVER_STRATEGIES,
-    "server_placement": SERVER_STRATEGIES,
-    "staleness_bound": ("ps-async",),
-}
-"""Strategies that read an option of ``PipelineConfig``, by option; one that would not be read is refused if set."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanningConfig:
     """Choices of the timing model, and its calibration of the cluster."""
@@ -658,28 +552,28 @@ class RunConfig:
     """Delete the run in --output and start from the beginning."""
     dry_run: bool = False
     """Print the resolved configuration as a file for --config, without dry-run, overwrite and resume, and exit."""
-    device: str = "cpu"
+    device: str = option("cpu", choices=DEVICES)
     """Device of the model: cpu or cuda."""
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a rank waits for another one, for any reason, before the run fails: from 0.1 to 1,000,000. Where
     all ranks meet, one that gives heartbeats while it computes, loads or writes may take ten times as long."""
-    stall_seconds: float = DEFAULT_STALL_SECONDS
+    stall_seconds: float = option(DEFAULT_STALL_SECONDS, at_least=1)
     """Seconds of waiting after which rank 0 reports the ranks it waits for, and the interval between reports: at
     least 1."""
-    farewell_seconds: float = DEFAULT_FAREWELL_SECONDS
+    farewell_seconds: float = option(DEFAULT_FAREWELL_SECONDS, at_least=0)
     """Seconds that the ranks have to write a last checkpoint after Ctrl-C or SIGTERM; 0 ends them at once."""
-    on_nonfinite: str = "stop"
+    on_nonfinite: str = option("stop", choices=ON_NONFINITE)
     """Reaction to a NaN or an infinity in an averaged gradient: stop (the run) or skip (that update)."""
-    check_replicas: int | None = None
+    check_replicas: int | None = option(None, at_least=1)
     """Iterations between comparisons of a hash of all ranks' weights; by default only at the end."""
-    evaluate_iterations: int | None = None
+    evaluate_iterations: int | None = option(None, at_least=1)
     """Iterations between two evaluations on the test set; by default one at the end of every epoch. Gradients in flight
     arrive meanwhile, so frequent evaluations make the reported iterations look shorter."""
-    checkpoint_seconds: float = 60.0
+    checkpoint_seconds: float = option(60.0, above_zero=True)
     """Approximate seconds between checkpoints."""
-    checkpoint_iterations: int | None = None
+    checkpoint_iterations: int | None = option(None, at_least=1)
     """Exact number of iterations between checkpoints, instead of --checkpoint-seconds."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: int = option(3, at_least=1)
     """Number of newest checkpoints to keep."""
     trace: bool = False
     """Write a Chrome/Perfetto trace of computation and communication, with one process row per rank."""
@@ -687,19 +581,8 @@ class RunConfig:
     """Log every message between ranks that is not torch's own to stderr, one line each."""
 
     def __post_init__(self) -> None:
-        check_one_of("device", self.device, DEVICES)
+        check_options(self)
         check_timeout(self.timeout)
-        check_at_least("stall-seconds", self.stall_seconds, 1)
-        check_at_least("farewell-seconds", self.farewell_seconds, 0)
-        check_one_of("on-nonfinite", self.on_nonfinite, ON_NONFINITE)
-        if self.check_replicas is not None:
-            check_at_least("check-replicas", self.check_replicas, 1)
-        if self.evaluate_iterations is not None:
-            check_at_least("evaluate-iterations", self.evaluate_iterations, 1)
-        check_above_zero("checkpoint-seconds", self.checkpoint_seconds)
-        if self.checkpoint_iterations is not None:
-            check_at_least("checkpoint-iterations", self.checkpoint_iterations, 1)
-        check_at_least("keep-checkpoints", self.keep_checkpoints, 1)
         if self.resume and self.overwrite:
             raise UserInputError("resume and overwrite must not both be given: one keeps what the other deletes")
 
@@ -721,134 +604,82 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        strategy = self.pipeline.strategy
+        optimization, pipeline, compression = self.optimization, self.pipeline, self.compression
+        strategy, correction, replicas = pipeline.strategy, compression.momentum_correction, self.run.check_replicas
+        by_sgd, on_servers = optimization.optimizer == "sgd", strategy in GRADIENT_SERVERS
         if strategy == "pipelined":
-            self.compression.check_all_reduce(self.pipeline.all_reduce)
-            self.compression.check_outer(self.pipeline.outer or "average")
-            check_buckets(self.pipeline.buckets, self.compression.codec)
-            check_fragments(self.pipeline.fragments, self.compression.codec)
-            check_reduce(self.pipeline.reduce, self.compression.codec, self.pipeline.all_reduce, self.run.device)
-        elif self.compression != CodecOptions():
+            compression.check_all_reduce(pipeline.all_reduce)
+            compression.check_outer(pipeline.outer or "average")
+            check_buckets(pipeline.buckets, compression.codec)
+            check_fragments(pipeline.fragments, compression.codec)
+            check_reduce(pipeline.reduce, compression.codec, pipeline.all_reduce, self.run.device)
+        elif compression != CodecOptions():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
-                f"belong to pipelined); got --codec {self.compression.codec}"
+                f"belong to pipelined); got --codec {compression.codec}"
             )
-        self._check_planning()
-        if self.pipeline.local_steps > 1 and self.optimization.accumulation > 1:
-            raise UserInputError(
-                "accumulation must be 1 with --local-steps, the other way to exchange less often; "
-                f"got {self.optimization.accumulation}"
-            )
-        correction, optimization = self.compression.momentum_correction, self.optimization
-        if correction > 0 and optimization.optimizer == "nesterov":
-            raise UserInputError(
-                "optimizer must be sgd with --momentum-correction, which replaces its momentum; got nesterov"
-            )
-        if correction > 0 and optimization.optimizer == "sgd" and optimization.momentum > 0:
-            raise UserInputError(
-                f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"
-            )
-        if self.pipeline.average_state and optimization.optimizer == "sgd" and optimization.momentum == 0:
-            raise UserInputError(
-                "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without; got 0"
-            )
-        if optimization.optimizer == "muon" and strategy in GRADIENT_SERVERS:
-            raise UserInputError(
-                f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
-                "parameters anywhere; got muon, which needs whole matrices"
-            )
-        if strategy in GRADIENT_SERVERS:
-            needs_whole_gradients = {
-                "clip-norm": optimization.clip_norm,
-                "clip-value": optimization.clip_value,
-                "precision": "fp16" if optimization.precision == "fp16" else None,
-            }
-            for name, value in needs_whole_gradients.items():
-                if value is not None:
-                    raise UserInputError(
-                        f"{name} must be left out with --strategy {strategy}, whose servers see parts of a gradient; "
-                        f"got {value}"
-                    )
-        if self.run.device == "cuda" and strategy in SERVER_STRATEGIES:
-            raise UserInputError(f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda")
-        if self.run.check_replicas is not None and strategy in ("local", "ps-async", "easgd-async"):
-            raise UserInputError(
-                f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "
-                f"got {self.run.check_replicas}"
-            )
-        if self.run.check_replicas is not None and self.pipeline.allow_drift:
-            raise UserInputError(
-                f"check-replicas must be left out with --allow-drift, which lets replicas differ; "
-                f"got {self.run.check_replicas}"
-            )
+        if self.planning.wanted:
+            self._check_planning()
+        in_parts = f"must be left out with --strategy {strategy}, whose servers see parts of a gradient"
+        refuse(
+            (pipeline.local_steps > 1 and optimization.accumulation > 1, optimization.accumulation,
+             "accumulation must be 1 with --local-steps, the other way to exchange less often"),
+            (correction > 0 and optimization.optimizer == "nesterov", "nesterov",
+             "optimizer must be sgd with --momentum-correction, which replaces its momentum"),
+            (correction > 0 and by_sgd and optimization.momentum > 0, optimization.momentum,
+             "momentum must be 0 with --momentum-correction, which replaces it"),
+            (pipeline.average_state and by_sgd and optimization.momentum == 0, 0,
+             "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without"),
+            (optimization.optimizer == "muon" and on_servers, "muon, which needs whole matrices",
+             f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
+             "parameters anywhere"),
+            (optimization.clip_norm is not None and on_servers, optimization.clip_norm, f"clip-norm {in_parts}"),
+            (optimization.clip_value is not None and on_servers, optimization.clip_value, f"clip-value {in_parts}"),
+            (optimization.precision == "fp16" and on_servers, "fp16", f"precision {in_parts}"),
+            (self.run.device == "cuda" and strategy in SERVER_STRATEGIES, "cuda",
+             f"device must be cpu with --strategy {strategy}, whose servers are on CPUs"),
+            (replicas is not None and strategy in ("local", "ps-async", "easgd-async"), replicas,
+             f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train"),
+            (replicas is not None and pipeline.allow_drift, replicas,
+             "check-replicas must be left out with --allow-drift, which lets replicas differ"),
+        )  # fmt: skip
 
     def _check_planning(self) -> None:
         """Raise ``UserInputError`` if the timing model is asked for something it does not cover."""
-        auto = self.planning.auto
+        pipeline, codec, auto = self.pipeline, self.compression.codec, self.planning.auto
         option = f"{auto[0]} auto" if auto else "cluster"
         searched = [name for name in auto if name != "fragments"]
-        if not self.planning.wanted:
+        uncovered = f"must be left out with --{option}, since the timing model does not cover it"
+        kept = "must be given with --reduce auto, which chooses by it and keeps its choices"
+        refuse(
+            (pipeline.strategy != "pipelined", pipeline.strategy, f"strategy must be pipelined with --{option}"),
+            (searched and pipeline.local_steps > 1, pipeline.local_steps,
+             f"local-steps must be 1 with --{option}, which is chosen for an exchange in every iteration"),
+            (pipeline.rate_limit is not None and self.planning.cluster is None, "none",
+             f"cluster must be given with --{option} and --rate-limit, since a calibration before the run would use the "
+             "whole line"),
+            (pipeline.outer is not None and (searched or pipeline.outer != "average"), repr(pipeline.outer),
+             f"outer {uncovered}"),
+            (pipeline.average_state, True, f"average-state {uncovered}"),
+            (searched and pipeline.fragments > 1, pipeline.fragments,
+             f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights"),
+            (pipeline.reduce == AUTO and "codec" in auto, AUTO, f"codec {kept}"),
+            (pipeline.reduce == AUTO and "buckets" in auto, AUTO, f"buckets {kept}"),
+            (self.run.device != "cpu", self.run.device,
+             f"device must be cpu with --{option}, since calibrations are those of CPUs"),
+            (kind(codec) in ("powersgd", OWN), codec,
+             f"codec must be another one with --{option}, since its times are not calibrated"),
+            (pipeline.all_reduce == "hierarchical", "hierarchical",
+             f"all-reduce must be another one with --{option}, since links inside nodes are not calibrated"),
+        )  # fmt: skip
+        if "fragments" not in auto:
             return
-        if self.pipeline.strategy != "pipelined":
-            raise UserInputError(f"strategy must be pipelined with --{option}; got {self.pipeline.strategy}")
-        if searched and self.pipeline.local_steps > 1:
-            raise UserInputError(
-                f"local-steps must be 1 with --{option}, which is chosen for an exchange in every iteration; "
-                f"got {self.pipeline.local_steps}"
-            )
-        if self.pipeline.rate_limit is not None and self.planning.cluster is None:
-            raise UserInputError(
-                f"cluster must be given with --{option} and --rate-limit, since a calibration before the run would use "
-                "the whole line; got none"
-            )
-        if self.pipeline.outer is not None and (searched or self.pipeline.outer != "average"):
-            raise UserInputError(
-                f"outer must be left out with --{option}, since the timing model does not cover it; "
-                f"got {self.pipeline.outer!r}"
-            )
-        if self.pipeline.average_state:
-            raise UserInputError(
-                f"average-state must be left out with --{option}, since the timing model does not cover it; got True"
-            )
-        if searched and self.pipeline.fragments > 1:
-            raise UserInputError(
-                f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights; "
-                f"got {self.pipeline.fragments}"
-            )
-        if self.pipeline.reduce == AUTO:
-            for name in ("codec", "buckets"):
-                if name in auto:
-                    raise UserInputError(
-                        f"{name} must be given with --reduce auto, which chooses by it and keeps its choices; got auto"
-                    )
-        if self.run.device != "cpu":
-            raise UserInputError(
-                f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"
-            )
-        if kind(self.compression.codec) in ("powersgd", OWN):
-            raise UserInputError(
-                f"codec must be another one with --{option}, since its times are not calibrated; "
-                f"got {self.compression.codec}"
-            )
-        if self.pipeline.all_reduce == "hierarchical":
-            raise UserInputError(
-                f"all-reduce must be another one with --{option}, since links inside nodes are not calibrated; "
-                "got hierarchical"
-            )
-        if "fragments" in auto:
-            self._check_fragments_auto(searched)
-
-    def _check_fragments_auto(self, others: Sequence[str]) -> None:
-        """Raise ``UserInputError`` if the number of fragments is left open where none, or only one, would do.
-
-        ``others`` are the other options that are left open.
-        """
-        if others:
-            raise UserInputError(f"{others[0]} must be given with --fragments auto, which depends on it; got auto")
-        if self.pipeline.width == 1:
+        if searched:
+            raise UserInputError(f"{searched[0]} must be given with --fragments auto, which depends on it; got auto")
+        if pipeline.width == 1:
             raise UserInputError("width must be at least 2 with --fragments auto, as width 1 hides no exchange; got 1")
-        _check_divisible("fragments", AUTO, self.compression.codec, "movement")
-        dataclasses.replace(self.pipeline, fragments=2)  # refuses options that do not go with more than one
+        _check_divisible("fragments", AUTO, codec, "movement")
+        dataclasses.replace(pipeline, fragments=2)  # refuses options that do not go with more than one
 
     def options(self) -> dict[str, Any]:
         """Return every option by its name on the command line, as a JSON value."""
@@ -890,7 +721,7 @@ class TrainConfig:
 def options_of(*sections: Any) -> dict[str, Any]:
     """Return every option of these dataclasses by its name on the command line, as a JSON value."""
     return {
-        item.name.replace("_", "-"): _as_json(getattr(section, item.name))
+        dashed(item.name): _as_json(getattr(section, item.name))
         for section in sections
         for item in dataclasses.fields(section)
     }

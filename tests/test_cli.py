@@ -20,7 +20,6 @@ from pipesgd import __version__
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.cli import BASIC, HelpRequested, as_toml, help_texts, parse, parse_as, version
 from pipesgd.config import (
-    CHOICES,
     FREE_BETWEEN_RANKS,
     FREE_ON_RESUME,
     TrainConfig,
@@ -659,7 +658,11 @@ def test_help_fits_no_screen_that_is_too_narrow_but_ends(columns: str, monkeypat
 
 def test_help_shows_the_choices_of_an_option() -> None:
     text = help_of("--help-all")
-    for name, choices in CHOICES.items():
+    sections = [getattr(TrainConfig(), section.name) for section in dataclasses.fields(TrainConfig)]
+    chosen = {item.name: found for one in sections for item in dataclasses.fields(one)
+              if (found := item.metadata.get("choices"))}  # fmt: skip
+    assert len(chosen) > 15
+    for name, choices in chosen.items():
         assert re.search(rf"--{name.replace('_', '-')}\s+{re.escape('|'.join(choices))}", text), name
         with pytest.raises(UserInputError, match=r"must be .*; got .?nonsense"):
             parse([f"--{name.replace('_', '-')}", "nonsense"])

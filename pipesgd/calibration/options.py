@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_timeout
+from pipesgd.checks import check_timeout
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.config import (
     DEFAULT_TIMEOUT,
@@ -19,6 +19,7 @@ from pipesgd.config import (
     options_of,
 )
 from pipesgd.errors import UserInputError
+from pipesgd.options import check_options, option
 from timing_model.schedules import ALL_REDUCES
 
 SMALLEST_BYTES = 1 << 10
@@ -44,13 +45,13 @@ class CalibrationOptions:
     """Replace --out if it exists."""
     plot: Path | None = None
     """File for a picture of the residuals, e.g. residuals.png; needs matplotlib."""
-    seconds: float = 40.0
+    seconds: float = option(40.0, above_zero=True)
     """Approximate measuring time in seconds; starting and connecting the ranks is extra."""
-    largest_bytes: int = 16 << 20
+    largest_bytes: int = option(16 << 20, at_least=LEAST_LARGEST_BYTES)
     """Bytes of the largest gradient that is all-reduced; less on a link so slow that it would take too long."""
-    codecs: tuple[str, ...] = MEASURED_CODECS
+    codecs: tuple[str, ...] = option(MEASURED_CODECS, choices=MEASURED_CODECS)
     """Codecs to measure: truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign, topk."""
-    all_reduces: tuple[str, ...] = DEFAULT_ALL_REDUCES
+    all_reduces: tuple[str, ...] = option(DEFAULT_ALL_REDUCES, choices=MEASURED_ALL_REDUCES)
     """All-reduces to measure, each with its own link: ring (required, and used for those not measured),
     halving-doubling, recursive-doubling, all-to-all, native."""
     servers: bool = False
@@ -58,28 +59,22 @@ class CalibrationOptions:
     audition: bool = False
     """Train with the best predicted configurations in turns, too, for about 6 s, and keep their times: for this number
     of ranks, plans then prefer what was measured."""
-    prediction: str = "eager"
+    prediction: str = option("eager", choices=PREDICTIONS)
     """Prediction from the gradients in flight, on which the late update's time depends: as in pipesgd.train."""
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a rank waits for another one, for any reason, before the calibration fails. Where ranks meet, one
     that sends heartbeats while it measures may take ten times as long."""
 
     def __post_init__(self) -> None:
-        check_above_zero("seconds", self.seconds)
-        check_at_least("largest-bytes", self.largest_bytes, LEAST_LARGEST_BYTES)
-        for option, names, known in (
-            ("codecs", self.codecs, MEASURED_CODECS),
-            ("all-reduces", self.all_reduces, MEASURED_ALL_REDUCES),
-        ):
+        check_options(self)
+        for option_name, names in (("codecs", self.codecs), ("all-reduces", self.all_reduces)):
             for name in names:
-                check_one_of(option, name, known)
                 if names.count(name) > 1:
-                    raise UserInputError(f"{option} must name each once; got {name!r} twice")
+                    raise UserInputError(f"{option_name} must name each once; got {name!r} twice")
         if RING not in self.all_reduces:
             raise UserInputError(
                 f"all-reduces must have {RING}, whose link others have; got {' '.join(self.all_reduces)}"
             )
-        check_one_of("prediction", self.prediction, PREDICTIONS)
         check_timeout(self.timeout)
         if self.plot is not None and self.plot == self.out:
             raise UserInputError(f"plot must be another file than --out; got {self.plot}")

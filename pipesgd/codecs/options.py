@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, one_of
+from pipesgd.checks import one_of, refuse
 from pipesgd.errors import UserInputError
-from pipesgd.functions import OWN, check_function, kind
+from pipesgd.functions import OWN, kind
+from pipesgd.options import check_options, option
 
 FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
 BLOCK_CODECS = ("int8", "int4", "ternary", "qsgd", "sign")
@@ -27,56 +28,40 @@ DEFAULT_BLOCKS = {"int8": 1024, "int4": 256, "ternary": 1024, "qsgd": 64, "sign"
 class CodecOptions:
     """Options of the codec that encodes gradients."""
 
-    codec: str = "fp32"
+    codec: str = option("fp32", choices=CODECS, kind=kind)
     """Encoding of gradients: fp32 (unchanged), truncate16, bf16, fp16, int8, int4, ternary (about 2 bits a value),
     qsgd (4), sign (1), topk (the largest values of a tensor), powersgd (low-rank factors) or module:function (returns
     an OwnCodec); auto chooses one (see --cluster)."""
-    codec_block: int | None = None
+    codec_block: int | None = option(None, at_least=1, read_by={"codec": (*BLOCK_CODECS, OWN)})
     """Number of values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
-    rounding: str | None = None
+    rounding: str | None = option(None, choices=ROUNDINGS, read_by={"codec": ("int8", "int4", "ternary", "qsgd", OWN)})
     """Rounding of int8, int4, ternary and qsgd: nearest, or stochastic (unbiased). The default for ternary and qsgd is
     stochastic, as in their papers, unless --error-feedback is on."""
-    error_feedback: str | None = None
+    error_feedback: str | None = option(None, choices=ON_OFF, read_by={"codec": (*DENSE_CODECS[1:], OWN)})
     """Error feedback, on or off: add what a rank's encodings leave out to its gradient of the next iteration. On by
     default below 8 bits a value where rounding is to nearest: int4, sign."""
-    qsgd_levels: int = 7
+    qsgd_levels: int = option(7, at_least=1, read_by={"codec": ("qsgd",)})
     """Levels of --codec qsgd: up to 1, 7 or 127 take 2, 4 or 8 bits."""
-    density: float = 0.01
+    density: float = option(0.01, above_zero=True, read_by={"codec": ("topk",)})
     """Share of the values that --codec topk sends."""
-    density_warmup: int = 0
+    density_warmup: int = option(0, at_least=0, read_by={"codec": ("topk",)})
     """Iterations in which --codec topk lowers the density from a quarter to --density, by a constant factor."""
-    momentum_correction: float = 0.0
+    momentum_correction: float = option(0.0, at_least=0, read_by={"codec": ("topk",)})
     """Momentum that --codec topk applies before it selects values (with --momentum 0 for the optimizer)."""
-    low_rank: int = 4
+    low_rank: int = option(4, at_least=1, read_by={"codec": ("powersgd",)})
     """Rank of the factors that --codec powersgd sends for a matrix."""
 
     def __post_init__(self) -> None:
-        check_function("codec", self.codec, kind(self.codec), (*CODECS, OWN))
-        check_read(self, "codec", kind(self.codec), _READ_BY)
-        if self.codec_block is not None:
-            check_at_least("codec-block", self.codec_block, 1)
-            if self.codec_block > MAX_BLOCK:
-                raise UserInputError(f"codec-block must be at most {MAX_BLOCK}; got {self.codec_block}")
-        if self.rounding is not None:
-            check_one_of("rounding", self.rounding, ROUNDINGS)
-        if self.error_feedback is not None:
-            check_one_of("error-feedback", self.error_feedback, ON_OFF)
-        check_at_least("qsgd-levels", self.qsgd_levels, 1)
-        if self.qsgd_levels > MAX_LEVELS:
-            raise UserInputError(f"qsgd-levels must be at most {MAX_LEVELS}; got {self.qsgd_levels}")
-        check_above_zero("density", self.density)
-        if self.density > 1:
-            raise UserInputError(f"density must be at most 1; got {self.density}")
-        check_at_least("density-warmup", self.density_warmup, 0)
-        check_at_least("momentum-correction", self.momentum_correction, 0)
-        if self.momentum_correction >= 1:
-            raise UserInputError(f"momentum-correction must be below 1; got {self.momentum_correction}")
-        check_at_least("low-rank", self.low_rank, 1)
-        if self.codec == "ternary" and self.stochastic and self.gives_back:
-            raise UserInputError(
-                "error-feedback must be off with --codec ternary --rounding stochastic, whose errors are larger than "
-                "most values: residuals would grow until they are not finite; got on"
-            )
+        check_options(self)
+        refuse(
+            ((self.codec_block or 0) > MAX_BLOCK, self.codec_block, f"codec-block must be at most {MAX_BLOCK}"),
+            (self.qsgd_levels > MAX_LEVELS, self.qsgd_levels, f"qsgd-levels must be at most {MAX_LEVELS}"),
+            (self.density > 1, self.density, "density must be at most 1"),
+            (self.momentum_correction >= 1, self.momentum_correction, "momentum-correction must be below 1"),
+            (self.codec == "ternary" and self.stochastic and self.gives_back, "on",
+             "error-feedback must be off with --codec ternary --rounding stochastic, whose errors are larger than "
+             "most values: residuals would grow until they are not finite"),
+        )  # fmt: skip
         if self.codec == "qsgd" and self.gives_back:
             most = ((1 if self.stochastic else 2) * self.qsgd_levels) ** 2 - 1
             if self.block > most:
@@ -160,16 +145,3 @@ class CodecOptions:
         if self.gives_back:
             words.append("with error feedback")
         return " ".join(words)
-
-
-_READ_BY = {
-    "codec_block": (*BLOCK_CODECS, OWN),
-    "rounding": ("int8", "int4", "ternary", "qsgd", OWN),
-    "error_feedback": (*DENSE_CODECS[1:], OWN),
-    "qsgd_levels": ("qsgd",),
-    "density": ("topk",),
-    "density_warmup": ("topk",),
-    "momentum_correction": ("topk",),
-    "low_rank": ("powersgd",),
-}
-"""Codecs that read each option."""
