@@ -43,9 +43,10 @@ from experiments.loops_on_links import (
     verdicts,
 )
 from experiments.results import save, save_figure
+from pipesgd.comm.address import network_address
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.pipeline.local_steps import NESTEROV_LR, NESTEROV_MOMENTUM
-from pipesgd.ranks import Ranks, network_address
+from pipesgd.ranks import Ranks
 
 NAME, VERSION = "bench_torchft", "0.2.0"
 WINDOW = 8

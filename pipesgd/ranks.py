@@ -1,8 +1,8 @@
-"""Joining and leaving the other ranks, and communication with them outside of training.
+"""The ranks of a job: what they tell each other outside of training, and how a process joins them.
 
-This module alone reads the variables that torchrun sets. Ranks communicate here through the key-value store that
-torchrun's agent (or rank 0) holds: to agree on something before any of them acts on it, and, when the
-run fails, to find out which ranks are missing. Gradients never pass through the store.
+``Ranks`` communicate through the key-value store that torchrun's agent (or rank 0) holds: to agree on something before
+any of them acts on it, and, when the run fails, to find out which ranks are missing. Gradients never pass through the
+store. The functions below it start them; they alone read the variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ import dataclasses
 import json
 import os
 import reprlib
-import socket
-import struct
-import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,7 +32,8 @@ from pipesgd.errors import (
     named,
 )
 from pipesgd.membership.heartbeat import LONGEST_PHASE, Beat, Patience, Standing
-from pipesgd.membership.store import BoundedStore, MalformedValue, decode, decode_text, present, same_kind
+from pipesgd.membership.session import open_session
+from pipesgd.membership.store import BoundedStore, MalformedValue, decode, poll, present, same_kind
 from pipesgd.membership.watcher import FAILURE, Watcher, report_key, root_cause
 from pipesgd.process import say
 
@@ -47,9 +44,6 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 LOOK_SECONDS = 1.0
 """Seconds between two checks, in an exchange, of what the missing ranks are doing."""
-
-LONGEST_PAUSE = 0.02
-"""Largest number of seconds between two looks into the store."""
 
 SPEECH_SECONDS = 5.0
 """Seconds that a rank that exits waits for the others to say why they do."""
@@ -397,7 +391,7 @@ class Ranks:
         calls = self._calls if self._job._watcher is None else self._job._watcher.store
         self.report(error, peer)
         keys = [report_key(rank) for rank in range(self.world_size)]
-        if _poll(lambda: calls.check(keys), REPORT_GRACE_SECONDS):
+        if poll(lambda: calls.check(keys), REPORT_GRACE_SECONDS):
             return []
         return [rank for rank, key in enumerate(keys) if not calls.check([key])]
 
@@ -422,59 +416,13 @@ class Ranks:
         patience = Patience(timeout=timeout, longest=longest, now=time.monotonic())
         while True:
             until = min(LOOK_SECONDS, max(0.0, patience.end - time.monotonic()))
-            if _poll(lambda: check(keys) or (until_a_failure and self._knows_a_failure()), until) and check(keys):
+            if poll(lambda: check(keys) or (until_a_failure and self._knows_a_failure()), until) and check(keys):
                 return []
             missing = [rank for rank, one in enumerate(keys) if not check([one])]
             if until_a_failure:
                 patience.observe(self._beats(missing), time.monotonic())
             if time.monotonic() >= patience.end or (until_a_failure and self._knows_a_failure()):
                 return missing
-
-
-def join() -> Ranks:
-    """Return the ranks that torchrun started this process with; without torchrun, a single rank.
-
-    Raises:
-        UserInputError: torchrun's variables are set in part only.
-        CommunicationError: the store of the job cannot be reached.
-    """
-    given = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
-    if not given:
-        return alone()
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise UserInputError(
-            f"torchrun's variables must be set all or none; got {', '.join(given)} without {', '.join(missing)} "
-            f"(start with: {HOW_TO_START})"
-        )
-    rank = int(os.environ["RANK"])
-    try:
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
-        store = dist.PrefixStore("pipesgd", store)
-        session = _open_session(store, rank, world_size, DEFAULT_TIMEOUT)
-    except dist.DistError as failure:
-        raise lost(failure, rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
-    return Ranks(
-        rank=rank,
-        world_size=world_size,
-        store=session,
-        job_store=store,
-        local_rank=_local_rank(),
-        local_world_size=_local_world_size(),
-        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )
-
-
-def alone(number: int | None = None) -> Ranks:
-    """Return this process as the only rank, whatever other ranks there are; ``number`` is its own among those."""
-    numbers = () if number is None else (number,)
-    return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False, numbers=numbers)
-
-
-def _is_place(place: Any) -> bool:
-    """Return True if ``place`` is a number of ranks and a place among them."""
-    numbers = isinstance(place, list) and len(place) == 2 and all(type(one) is int for one in place)
-    return numbers and 0 <= place[1] < place[0]
 
 
 def check_same_options(ranks: Ranks, options: dict[str, Any], *, free: frozenset[str]) -> None:
@@ -499,6 +447,62 @@ def check_same(ranks: Ranks, what: str, value: str) -> None:
             )
 
 
+def _is_place(place: Any) -> bool:
+    """Return True if ``place`` is a number of ranks and a place among them."""
+    numbers = isinstance(place, list) and len(place) == 2 and all(type(one) is int for one in place)
+    return numbers and 0 <= place[1] < place[0]
+
+
+def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, timeout: float) -> CommunicationError:
+    """Return the error to raise for torch's ``failure``: torch has one type for all failures."""
+    if "timed out" in str(failure).lower():
+        reason = f"no answer within {timeout:g} s"
+        return DeadlineExceeded(rank=rank, peer=peer, operation=operation, reason=reason)
+    # gloo's message ends in advice; its first sentence says what happened, after the place in its source.
+    reason = str(failure).split("] ", 1)[-1].split(". ")[0]
+    return CommunicationError(rank=rank, peer=peer, operation=operation, reason=reason)
+
+
+def join() -> Ranks:
+    """Return the ranks that torchrun started this process with; without torchrun, a single rank.
+
+    Raises:
+        UserInputError: torchrun's variables are set in part only.
+        CommunicationError: the store of the job cannot be reached.
+    """
+    given = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
+    if not given:
+        return alone()
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise UserInputError(
+            f"torchrun's variables must be set all or none; got {', '.join(given)} without {', '.join(missing)} "
+            f"(start with: {HOW_TO_START})"
+        )
+    rank = int(os.environ["RANK"])
+    try:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
+        store = dist.PrefixStore("pipesgd", store)
+        session = open_session(store, rank, world_size, DEFAULT_TIMEOUT)
+    except dist.DistError as failure:
+        raise lost(failure, rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        store=session,
+        job_store=store,
+        local_rank=_local_rank(),
+        local_world_size=_local_world_size(),
+        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+
+
+def alone(number: int | None = None) -> Ranks:
+    """Return this process as the only rank, whatever other ranks there are; ``number`` is its own among those."""
+    numbers = () if number is None else (number,)
+    return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False, numbers=numbers)
+
+
 def current(timeout: float, process_group: dist.ProcessGroup | None = None) -> Ranks:
     """Return the ranks of ``process_group``, by default torch's default group, which is started if there is none yet.
 
@@ -519,7 +523,7 @@ def current(timeout: float, process_group: dist.ProcessGroup | None = None) -> R
     # torch offers no public access to the store of a group that somebody else has started.
     store = dist.PrefixStore("pipesgd", dist.distributed_c10d._get_process_group_store(group))
     rank, numbers = dist.get_rank(group), dist.get_process_group_ranks(group)
-    session = _open_session(store, rank, len(numbers), timeout, numbers.__getitem__)
+    session = open_session(store, rank, len(numbers), timeout, numbers.__getitem__)
     started = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
     # Else torchrun's variables are not those of the default group.
     by_torchrun = started == [str(dist.get_rank()), str(dist.get_world_size())]
@@ -552,7 +556,7 @@ def among(numbers: Sequence[int], standing: Standing) -> Ranks:
     store = dist.distributed_c10d._get_process_group_store(dist.distributed_c10d._get_default_group())
     store = dist.PrefixStore(f"pipesgd among {','.join(map(str, numbers))}", store)
     rank = list(numbers).index(dist.get_rank())
-    session = _open_session(store, rank, len(numbers), standing.timeout, numbers.__getitem__)
+    session = open_session(store, rank, len(numbers), standing.timeout, numbers.__getitem__)
     return Ranks(
         rank=rank,
         world_size=len(numbers),
@@ -583,101 +587,3 @@ def _local_rank() -> int:
 
 def _local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _open_session(
-    store: dist.Store, rank: int, world_size: int, timeout: float, number: Callable[[int], int] = int
-) -> dist.Store:
-    """Return a part of ``store`` that no process of an earlier attempt has written to.
-
-    torchrun keeps the store when it restarts the ranks (``--max-restarts``), and its count of restarts may
-    differ between machines. So every process chooses a name of its own, and rank 0 answers each name that it
-    finds with its own name, which becomes the session's. Nobody reads an answer to a dead process.
-    Errors name each rank by its ``number``.
-    """
-    calls = BoundedStore(store, lambda: timeout)
-    me = uuid.uuid4().hex
-    if rank > 0:
-        calls.set(f"name of rank {rank}", me)
-        if not _poll(lambda: calls.check([f"answer to {me}"]), timeout):
-            reason = f"no answer within {timeout:g} s"
-            raise DeadlineExceeded(rank=number(rank), peer=number(0), operation="start", reason=reason)
-        session = decode_text(calls.get([f"answer to {me}"])[0])
-        calls.set(f"{session}/joined by {rank}", "")
-        return dist.PrefixStore(session, store)
-
-    missing = list(range(1, world_size))
-
-    def answer() -> bool:
-        missing[:] = [other for other in missing if not calls.check([f"{me}/joined by {other}"])]
-        for other in missing:
-            if calls.check([f"name of rank {other}"]):
-                name = decode_text(calls.get([f"name of rank {other}"])[0])
-                calls.set(f"answer to {name}", me)
-        return not missing
-
-    if not _poll(answer, timeout):
-        reason = f"no message within {timeout:g} s from {named([number(other) for other in missing])}"
-        raise DeadlineExceeded(rank=number(rank), peer=number(missing[0]), operation="start", reason=reason)
-    return dist.PrefixStore(me, store)
-
-
-def _poll(done: Callable[[], bool], timeout: float) -> bool:
-    """Return True if ``done()`` became true within ``timeout`` seconds.
-
-    torch's stores can wait by themselves, but write their own warnings to stderr when that takes long.
-    """
-    deadline = time.monotonic() + timeout
-    pause = 0.0005
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
-    return True
-
-
-def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, timeout: float) -> CommunicationError:
-    """Return the error to raise for torch's ``failure``: torch has one type for all failures."""
-    if "timed out" in str(failure).lower():
-        reason = f"no answer within {timeout:g} s"
-        return DeadlineExceeded(rank=rank, peer=peer, operation=operation, reason=reason)
-    # gloo's message ends in advice; its first sentence says what happened, after the place in its source.
-    reason = str(failure).split("] ", 1)[-1].split(". ")[0]
-    return CommunicationError(rank=rank, peer=peer, operation=operation, reason=reason)
-
-
-def network_address() -> str:
-    """Return the address at which gloo makes this rank reachable, and its interface: "10.0.0.2 (eth0)".
-
-    gloo takes the interface that GLOO_SOCKET_IFNAME names, else the address that the host's name resolves to, else
-    loopback; a slow or wrong NIC is a common cause of a slow job. Only Linux tells which address an interface has;
-    elsewhere the interface is not named.
-    """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    addresses = _interface_addresses()
-    if interface:
-        return f"{addresses.get(interface, 'no address')} ({interface})"
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = "127.0.0.1"
-    # Hosts often have an entry 127.0.1.1 for their own name: any such address is loopback's.
-    names = [name for name, own in addresses.items() if own == address or {own[:4], address[:4]} == {"127."}]
-    return f"{address} ({names[0]})" if names else address
-
-
-def _interface_addresses() -> dict[str, str]:
-    """Return the IPv4 address of every network interface that has one; on other systems than Linux, none."""
-    if sys.platform != "linux":
-        return {}
-    import fcntl  # not on every system
-
-    get_interface_address = 0x8915  # SIOCGIFADDR
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(any_socket, get_interface_address, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found

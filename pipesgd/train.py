@@ -38,6 +38,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipesgd.cli import as_toml, parse
+from pipesgd.comm.address import network_address
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
 from pipesgd.data import DataSplits, ShardedBatches, find_loss
 from pipesgd.data.loading import Batches
@@ -51,7 +52,7 @@ from pipesgd.planning.drift import Drift
 from pipesgd.planning.plan_run import plan_run, remember, save_cluster
 from pipesgd.planning.planned import Planned, choices_of
 from pipesgd.planning.swap import swap_strategy
-from pipesgd.ranks import Ranks, check_same_options, network_address
+from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.run import output
 from pipesgd.run.checkpoint import Checkpoints, CheckpointSchedule

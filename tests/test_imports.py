@@ -21,7 +21,7 @@ from pipesgd import errors
 TESTBED = REPOSITORY / "experiments" / "testbed"
 
 FLOORS = [
-    {"errors", "checks", "process", "functions", "toml_file"},
+    {"errors", "checks", "process", "functions", "options", "toml_file"},
     {
         *("config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
         *("shards", "layer_plan", "passes", "splitting"),
@@ -41,6 +41,7 @@ ALL_MAY_NAME = {"timing_model", *(f"timing_model.{name}" for name in _DEFINITION
 """Modules that everybody may import: definitions of what the trainer does, and the notation of quantities."""
 
 MAY_NAME_TORCH_DISTRIBUTED = {
+    "membership.session",
     "membership.store",
     "membership.watcher",
     "ranks",

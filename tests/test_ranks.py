@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from _ranks import run_ranks
 
+from pipesgd.comm.address import network_address
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
-from pipesgd.ranks import Ranks, current, join, network_address
+from pipesgd.ranks import Ranks, current, join
 
 pytestmark = pytest.mark.slow
 

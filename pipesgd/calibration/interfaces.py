@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipesgd.calibration.groups import Placement
-from pipesgd.ranks import Ranks, network_address
+from pipesgd.comm.address import network_address
+from pipesgd.ranks import Ranks
 
 FASTER = 2.0
 """Ratio of speeds from which on another interface should probably have been used."""

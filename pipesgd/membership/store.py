@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -11,6 +12,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+LONGEST_PAUSE = 0.02
+"""Largest number of seconds between two looks into the store."""
 
 LARGEST_VALUE = 16 * 1024 * 1024
 """Bytes of the largest value that a rank accepts from the store."""
@@ -87,6 +91,21 @@ class BoundedStore:
             raise self._silent from None
         thread.join()
         return answer.result()
+
+
+def poll(done: Callable[[], bool], timeout: float) -> bool:
+    """Return True if ``done()`` became true within ``timeout`` seconds.
+
+    torch's stores can wait by themselves, but write their own warnings to stderr when that takes long.
+    """
+    deadline = time.monotonic() + timeout
+    pause = 0.0005
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return True
 
 
 def address(store: dist.Store) -> str:
