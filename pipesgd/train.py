@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -46,12 +46,9 @@ from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySi
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
-from pipesgd.pipeline.pipelined import Pipelined
-from pipesgd.planning.audition import Audition
-from pipesgd.planning.drift import Drift
-from pipesgd.planning.plan_run import plan_run, remember, save_cluster
-from pipesgd.planning.planned import Planned, choices_of
-from pipesgd.planning.swap import swap_strategy
+from pipesgd.planning.followed import FollowedPlan
+from pipesgd.planning.plan_run import plan_run, save_cluster
+from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.run import output
@@ -205,14 +202,8 @@ class Run:
     """
 
     def __init__(self, job: Job):
-        config, ranks = job.config, job.ranks
+        config = job.config
         self.job = job
-        self.config = config
-        """Configuration that trains now: that of the job, with the choices of an audition."""
-        self._choices = choices_of(config)
-        """Values of the ``AUTO_OPTIONS`` in ``config``."""
-        self.planned = job.planned
-        """Plan of the timing model, or what an audition has made of it; None if there is none."""
         self.start = 0
         """Iteration that this attempt begins with."""
         self.scaler = torch.amp.GradScaler(
@@ -225,20 +216,24 @@ class Run:
             model=job.model,
             optimizer=job.optimizer,
             schedule=job.schedule,
-            strategy=make_strategy(config, job.model, job.optimizer, self.scaler, ranks),
+            strategy=make_strategy(config, job.model, job.optimizer, self.scaler, job.ranks),
             losses=self.losses,
+        )
+        self.plan = FollowedPlan(
+            config,
+            job.planned,
+            job.ranks,
+            job.console,
+            self.state,
+            lambda config, former: make_pipeline(
+                config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False, successor_of=former
+            ),
         )
         self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
         self.trace = Trace(job.workers) if config.run.trace else None
         self._recorders: list[MetricsWriter | ProgressBar] = []
         self._paces: list[float] = []
         self._computing: list[float] = []
-        self._known_paces: dict[int, float] = {}
-        """Seconds of iterations of an earlier attempt at this run, for an audition that it had begun."""
-        self._drift: Drift | None = None
-        self._changes: float | None = None
-        """Seconds that changes of the configuration have taken in the present audition; None if it began in an earlier
-        attempt at this run."""
         self._loading = LoadingTimes(workers=config.data.workers)
         self._blamed: set[int] = set()
         """Ranks whose gradients were not finite and that have been named in a warning."""
@@ -272,8 +267,8 @@ class Run:
         workers = self.job.workers
         if (found := self.checkpoints.load_newest(self.state.what_is_wrong_with)) is not None:
             done = found.own["strategy"]["iteration"]
-            if self.planned is not None and done > 0:
-                self._swap_to(self.planned.at(done - 1))  # the configuration whose state was saved
+            if self.plan.planned is not None and done > 0:
+                self.plan.swap_to(self.plan.planned.at(done - 1))  # the configuration whose state was saved
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
             )
@@ -304,24 +299,22 @@ class Run:
             job.say(DRIFTS)
         # Pushed last, so it runs first: the others must not take this rank for dead while it closes the rest.
         self._stack.push(functools.partial(report_failure, ranks))
-        self._drift = None if self.planned is None or ranks.rank else Drift(self.planned)
-        if self.planned is not None and self.planned.audition is not None and ranks.rank == 0:
-            lines = read_metrics(job.folder / output.METRICS_FILE) if self.start else []
-            self._known_paces = {line["iteration"]: line["seconds"]["iteration"] for line in lines}
+        self.plan.begin(self.start)
         job.model.train()
         self._last = time.perf_counter()
         self._begin = self._last - self.state.seconds
         farewell = ranks.standing.farewell
         farewell.open(members=job.workers.world_size, start=self.start, seconds=config.run.farewell_seconds)
         if self.start > 0:
-            self._describe_exchanges()
+            self.plan.report_exchanges()
         for iteration in range(self.start, job.iterations):
             if farewell.is_due(iteration):
                 raise say_farewell(ranks, iteration, self.save_checkpoint)
-            self._follow_audition(iteration)
+            if self.plan.follow(iteration, self._paces):
+                self._last = time.perf_counter()
             metrics = self._iterate(iteration, samples)
             if iteration == 0:
-                self._describe_exchanges()
+                self.plan.report_exchanges()
             done = iteration + 1
             for recorder in self._recorders:
                 recorder.record(metrics)
@@ -330,8 +323,7 @@ class Run:
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
             if checkpoint_schedule.is_due(done, (time.perf_counter() - self._begin) / done) or done == job.iterations:
                 self.save_checkpoint(done)
-            if self._drift is not None and (line := self._drift.observe(metrics.seconds["iteration"])):
-                job.say(line)
+            self.plan.observe(metrics.seconds["iteration"])
             self._last = time.perf_counter()
         farewell.is_open = False
 
@@ -385,79 +377,6 @@ class Run:
             test_accuracy=evaluation.accuracy if evaluation else None,
             test_loss=evaluation.loss if evaluation else None,
         )
-
-    def _describe_exchanges(self) -> None:
-        """Record and report the exchanges of gradients, if they were left to be chosen, once they have been."""
-        if self.config.pipeline.reduce != "auto":
-            return
-        assert isinstance(self.strategy, Pipelined)
-        chosen = self.strategy.exchanges
-        self._record(self.planned)
-        named = ", ".join(f"{name} by {how}" for name, how in chosen.items())
-        self.job.say(f"--reduce auto: {named or 'there is neither an embedding nor a linear layer to train'}")
-
-    def _record(self, planned: Planned | None) -> None:
-        """Write what has been decided: the plan, its choices, and those of exchanges with --reduce auto. Collective."""
-        config = self.job.config if planned is None else self.job.config.with_choices(planned.choices)
-        chosen = None
-        if config.pipeline.reduce == "auto":
-            assert isinstance(self.strategy, Pipelined)
-            chosen = self.strategy.exchanges
-        output.describe_again(config, self.job.ranks, None if planned is None else planned.as_json(), chosen)
-
-    def _follow_audition(self, iteration: int) -> None:
-        """Let the configuration train whose turn it is, after rank 0's decision if one is due. Collective."""
-        if self.planned is None or self.planned.audition is None:
-            return
-        if iteration >= self.planned.audition.decision_at:
-            self.planned = self._decided(self.planned, self.planned.audition)
-        self._swap_to(self.planned.at(iteration))
-        if self.planned.audition is not None and iteration == self.planned.audition.begin:
-            self._changes = 0.0
-
-    def _decided(self, planned: Planned, audition: Audition) -> Planned:
-        """Return the plan after rank 0's decision, which is recorded if it changes what trains. Collective."""
-        job, ranks = self.job, self.job.ranks
-        decided: dict[str, Any] | None = None
-        if ranks.rank == 0:
-            paces = self._known_paces | dict(enumerate(self._paces, self.start))
-            again = self._drift is not None and self._drift.contradicted
-            took = [paces.get(number) for number in range(audition.begin, audition.decision_at)]
-            elapsed = None
-            if self._changes is not None and None not in took:  # without evaluations and checkpoints
-                elapsed = sum(one for one in took if one is not None) + self._changes
-            decided = planned.heard(audition.decided(paces, again=again, elapsed=elapsed)).as_json()
-        found = Planned.from_json(ranks.all_gather_object("audition", decided)[0])
-        if len(found.turns) > len(planned.turns):
-            self._record(found)
-            for line in found.decision_lines():
-                job.say(line)
-            if ranks.rank == 0:
-                self._drift = Drift(found)
-                # The cluster is faster than a run with a limit, and a profile knows exchanges of whole gradients alone.
-                own = job.config.pipeline.rate_limit is not None or job.config.pipeline.reduce != "matrix"
-                if found.audition is not None and found.audition.over and not own:
-                    remember(job.folder / output.CLUSTER_FILE, job.config, found.audition, ranks.world_size)
-        return found
-
-    def _swap_to(self, choices: dict[str, Any]) -> None:
-        """Train with these ``AUTO_OPTIONS`` from now on, if they are others than now. Collective."""
-        if choices == self._choices:
-            return
-        job, config = self.job, self.config.with_choices(choices)
-        same_codec = config.compression == self.config.compression
-        self.config, self._choices = config, choices
-        begin = time.perf_counter()
-        swap_strategy(
-            self.state,
-            lambda former: make_pipeline(
-                config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False, successor_of=former
-            ),
-            same_codec=same_codec,
-        )
-        self._last = time.perf_counter()
-        if self._changes is not None:
-            self._changes += self._last - begin
 
     def _evaluate(self) -> Evaluation:
         job = self.job
@@ -515,7 +434,7 @@ class Run:
         Raises:
             RunError: a file could not be written.
         """
-        job, config, folder, planned = self.job, self.config, self.job.folder, self.planned
+        job, folder, config, planned = self.job, self.job.folder, self.plan.config, self.plan.planned
         trouble: list[str] = []
         if self.trace is not None:
             self.trace.write(folder / output.TRACE_FILE)

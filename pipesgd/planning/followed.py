@@ -1,0 +1,154 @@
+"""A plan while its run trains: which configuration's turn it is, and whether iterations take the predicted time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from pipesgd.config import TrainConfig
+from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.planning.audition import Audition
+from pipesgd.planning.drift import Drift
+from pipesgd.planning.plan_run import remember
+from pipesgd.planning.planned import Planned, choices_of
+from pipesgd.planning.swap import swap_strategy
+from pipesgd.ranks import Ranks
+from pipesgd.run import output
+from pipesgd.run.console import say
+from pipesgd.run.metrics import read_metrics
+from pipesgd.run.state import RunState
+
+
+class FollowedPlan:
+    """The plan of a run, if there is one, and the configuration that trains by it now.
+
+    ``swap_to``, ``follow`` and ``report_exchanges`` are collective.
+
+    Args:
+        config: configuration of the run, in which nothing is left to be chosen.
+        planned: plan of the timing model; None if it was not asked.
+        ranks: ranks that train.
+        console: console of rank 0.
+        state: the run, whose strategy is replaced when another configuration is to train.
+        make: constructs the strategy of a configuration as the successor of the given one.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        planned: Planned | None,
+        ranks: Ranks,
+        console: Console,
+        state: RunState,
+        make: Callable[[TrainConfig, Pipelined], Pipelined],
+    ):
+        self.config = config
+        """Configuration that trains now: that of the run, with the choices of an audition."""
+        self.planned = planned
+        """The plan, or what an audition has made of it; None if there is none."""
+        self._run_config = config
+        self._choices = choices_of(config)
+        """Values of the ``AUTO_OPTIONS`` in ``config``."""
+        self._ranks = ranks
+        self._console = console
+        self._state = state
+        self._make = make
+        self._start = 0
+        self._known_paces: dict[int, float] = {}
+        """Seconds of iterations of an earlier attempt at this run, for an audition that it had begun."""
+        self._changes: float | None = None
+        """Seconds that changes of the configuration have taken in the present audition; None if it began in an earlier
+        attempt at this run."""
+        self._drift: Drift | None = None
+
+    def begin(self, start: int) -> None:
+        """Prepare for training from iteration ``start`` on."""
+        self._start = start
+        if self.planned is None or self._ranks.rank > 0:
+            return
+        self._drift = Drift(self.planned)
+        if self.planned.audition is not None and start > 0:
+            lines = read_metrics(self._run_config.run.output / output.METRICS_FILE)
+            self._known_paces = {line["iteration"]: line["seconds"]["iteration"] for line in lines}
+
+    def follow(self, iteration: int, paces: Sequence[float]) -> bool:
+        """Let the configuration train whose turn it is, after rank 0's decision if one is due; return True for another.
+
+        ``paces`` are the seconds of the iterations from the first of this attempt on.
+        """
+        if self.planned is None or self.planned.audition is None:
+            return False
+        if iteration >= self.planned.audition.decision_at:
+            self.planned = self._decided(self.planned, self.planned.audition, paces)
+        swapped = self.swap_to(self.planned.at(iteration))
+        if self.planned.audition is not None and iteration == self.planned.audition.begin:
+            self._changes = 0.0
+        return swapped
+
+    def observe(self, seconds: float) -> None:
+        """Report on rank 0 if iterations, of which the newest took ``seconds``, do not take the predicted time."""
+        if self._drift is not None and (line := self._drift.observe(seconds)):
+            say(self._console, line)
+
+    def report_exchanges(self) -> None:
+        """Record and report the exchanges of gradients, if they were left to be chosen, once they have been."""
+        if self.config.pipeline.reduce != "auto":
+            return
+        chosen = self._record(self.planned) or {}
+        named = ", ".join(f"{name} by {how}" for name, how in chosen.items())
+        say(self._console, f"--reduce auto: {named or 'there is neither an embedding nor a linear layer to train'}")
+
+    def swap_to(self, choices: dict[str, Any]) -> bool:
+        """Train with these ``AUTO_OPTIONS`` from now on; return False if they are those that train already."""
+        if choices == self._choices:
+            return False
+        config = self.config.with_choices(choices)
+        same_codec = config.compression == self.config.compression
+        self.config, self._choices = config, choices
+        begin = time.perf_counter()
+        swap_strategy(self._state, lambda former: self._make(config, former), same_codec=same_codec)
+        if self._changes is not None:
+            self._changes += time.perf_counter() - begin
+        return True
+
+    def _record(self, planned: Planned | None) -> dict[str, str] | None:
+        """Write what has been decided: the plan, its choices, and those of exchanges with --reduce auto.
+
+        Returns:
+            the latter, by layer; None without --reduce auto.
+        """
+        config = self._run_config if planned is None else self._run_config.with_choices(planned.choices)
+        chosen = None
+        if config.pipeline.reduce == "auto":
+            assert isinstance(self._state.strategy, Pipelined)
+            chosen = self._state.strategy.exchanges
+        output.describe_again(config, self._ranks, None if planned is None else planned.as_json(), chosen)
+        return chosen
+
+    def _decided(self, planned: Planned, audition: Audition, paces: Sequence[float]) -> Planned:
+        """Return the plan after rank 0's decision, which is recorded if it changes what trains."""
+        ranks, config = self._ranks, self._run_config
+        decided: dict[str, Any] | None = None
+        if ranks.rank == 0:
+            known = self._known_paces | dict(enumerate(paces, self._start))
+            again = self._drift is not None and self._drift.contradicted
+            took = [known.get(number) for number in range(audition.begin, audition.decision_at)]
+            elapsed = None
+            if self._changes is not None and None not in took:  # without evaluations and checkpoints
+                elapsed = sum(one for one in took if one is not None) + self._changes
+            decided = planned.heard(audition.decided(known, again=again, elapsed=elapsed)).as_json()
+        found = Planned.from_json(ranks.all_gather_object("audition", decided)[0])
+        if len(found.turns) > len(planned.turns):
+            self._record(found)
+            for line in found.decision_lines():
+                say(self._console, line)
+            if ranks.rank == 0:
+                self._drift = Drift(found)
+                # The cluster is faster than a run with a limit, and a profile knows exchanges of whole gradients alone.
+                own = config.pipeline.rate_limit is not None or config.pipeline.reduce != "matrix"
+                if found.audition is not None and found.audition.over and not own:
+                    remember(config.run.output / output.CLUSTER_FILE, config, found.audition, ranks.world_size)
+        return found
