@@ -241,7 +241,7 @@ class DataConfig:
     """Data set: digits (embedded), mnist, fashion-mnist, cifar100, images (a folder per class), python-stdlib (source
     text of the running Python), text:PATH (a text file, or all files in a folder), or module:function (returns a
     training and a test set)."""
-    data_dir: Path | None = option(None, read_by={"dataset": (*IMAGE_DATASETS[1:], OWN)})
+    data_dir: Path | None = option(None, read_by={"dataset": (*IMAGE_DATASETS[1:], OWN)})  # noqa: RUF009 (a field)
     """Folder of the data files; not needed for digits and text, nor for fashion-mnist from Debian's package."""
     batch_size: int = option(32, at_least=1)
     """Samples per rank and iteration; with --accumulation, per micro-batch."""
@@ -518,6 +518,7 @@ _REDUCED = {
 }
 """Words for the exchange of gradients, by ``reduce``."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class PlanningConfig:
     """Choices of the timing model, and its calibration of the cluster."""
@@ -656,8 +657,8 @@ class TrainConfig:
             (searched and pipeline.local_steps > 1, pipeline.local_steps,
              f"local-steps must be 1 with --{option}, which is chosen for an exchange in every iteration"),
             (pipeline.rate_limit is not None and self.planning.cluster is None, "none",
-             f"cluster must be given with --{option} and --rate-limit, since a calibration before the run would use the "
-             "whole line"),
+             f"cluster must be given with --{option} and --rate-limit, since a calibration before the run would use "
+             "the whole line"),
             (pipeline.outer is not None and (searched or pipeline.outer != "average"), repr(pipeline.outer),
              f"outer {uncovered}"),
             (pipeline.average_state, True, f"average-state {uncovered}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,16 +38,15 @@ def option(
 
 
 def check_options(section: Any) -> None:
-    """Raise ``UserInputError`` unless the fields of the dataclass ``section`` have values that were declared.
+    """Raise ``UserInputError`` unless the fields of the dataclass ``section`` have values that were declared."""
+    check_values(section)
+    check_read(section)
 
-    An option that is not read must not be accepted silently.
-    """
-    declared = [(item, item.metadata, getattr(section, item.name)) for item in dataclasses.fields(section)]
-    declared = [one for one in declared if one[1]]
-    kinds = {}
-    for item, rules, value in declared:
+
+def check_values(section: Any) -> None:
+    """Raise ``UserInputError`` unless each declared field of the dataclass ``section`` may have its value."""
+    for item, rules, value in _declared(section):
         name, kind = dashed(item.name), rules["kind"]
-        kinds[item.name] = value if kind is None else kind(value)
         for one in () if value is None else value if isinstance(value, tuple) else (value,):
             if rules["at_least"] is not None:
                 check_at_least(name, one, rules["at_least"])
@@ -57,14 +56,30 @@ def check_options(section: Any) -> None:
                 check_function(name, one, kind(one), tuple(dict.fromkeys((*rules["choices"], OWN))))
             elif rules["choices"]:
                 check_one_of(name, one, rules["choices"])
+
+
+def check_read(section: Any) -> None:
+    """Raise ``UserInputError`` for a field of the dataclass ``section`` that is set although nothing reads it.
+
+    An option that is not read must not be accepted silently.
+    """
+    declared = list(_declared(section))
+    chosen = {item.name: value if rules["kind"] is None else rules["kind"](value) for item, rules, value in declared}
     for item, rules, value in declared:
         for other, readers in rules["read_by"].items():
-            if kinds[other] not in readers and value != item.default:
+            if chosen[other] not in readers and value != item.default:
                 shown = value if isinstance(value, Path) else repr(value)
                 raise UserInputError(
-                    f"{dashed(item.name)} must be left out with --{other} {kinds[other]}, which has no use for it "
+                    f"{dashed(item.name)} must be left out with --{other} {chosen[other]}, which has no use for it "
                     f"(it belongs to {one_of(readers)}); got {shown}"
                 )
+
+
+def _declared(section: Any) -> Iterator[tuple[dataclasses.Field[Any], Mapping[str, Any], Any]]:
+    """Yield each field that ``option`` declares, what it declares, and the value."""
+    for item in dataclasses.fields(section):
+        if item.metadata:
+            yield item, item.metadata, getattr(section, item.name)
 
 
 def dashed(name: str) -> str:

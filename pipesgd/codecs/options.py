@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pipesgd.checks import one_of, refuse
 from pipesgd.errors import UserInputError
-from pipesgd.functions import OWN, kind
-from pipesgd.options import check_options, option
+from pipesgd.functions import OWN, check_function, kind
+from pipesgd.options import check_read, check_values, option
 
 FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
 BLOCK_CODECS = ("int8", "int4", "ternary", "qsgd", "sign")
@@ -52,7 +52,9 @@ class CodecOptions:
     """Rank of the factors that --codec powersgd sends for a matrix."""
 
     def __post_init__(self) -> None:
-        check_options(self)
+        check_function("codec", self.codec, kind(self.codec), (*CODECS, OWN))
+        check_read(self)
+        check_values(self)
         refuse(
             ((self.codec_block or 0) > MAX_BLOCK, self.codec_block, f"codec-block must be at most {MAX_BLOCK}"),
             (self.qsgd_levels > MAX_LEVELS, self.qsgd_levels, f"qsgd-levels must be at most {MAX_LEVELS}"),
