@@ -69,14 +69,14 @@ def _first_two_numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
-def refuse(*combinations: tuple[object, object, str]) -> None:
+def refuse(*combinations: tuple[object, str]) -> None:
     """Raise ``UserInputError`` for the first of these combinations of options that is given.
 
-    Each is a condition that is true if it is given, the value that was got, and what must hold.
+    Each is a condition that is true if it is given, and the message.
     """
-    for given, got, must in combinations:
+    for given, message in combinations:
         if given:
-            raise UserInputError(f"{must}; got {got}")
+            raise UserInputError(message)
 
 
 def one_of(choices: Sequence[str]) -> str:

@@ -455,13 +455,16 @@ class PipelineConfig:
             return
         option = "--local-steps" if self.local_steps > 1 else "--outer" if self.outer is not None else "--fragments"
         refuse(
-            (self.prediction != "eager", repr(self.prediction),
-             f"prediction must be left out with {option}, since each rank expects its own movement"),
-            (self.guard, True, f"guard must be left out with {option}, since it judges averaged gradients"),
-            (self.reduce != "matrix", repr(self.reduce),
-             f"reduce must be left out with {option}, since a movement is that of a whole window, and no gradient"),
-            (cut_of(self.buckets) != WHOLE, self.buckets,
-             f"buckets must be left out with {option}, since a movement is complete only when its window ends"),
+            (self.prediction != "eager",
+             f"prediction must be left out with {option}, since each rank expects its own movement; "
+             f"got {self.prediction!r}"),
+            (self.guard, f"guard must be left out with {option}, since it judges averaged gradients; got True"),
+            (self.reduce != "matrix",
+             f"reduce must be left out with {option}, since a movement is that of a whole window, and no gradient; "
+             f"got {self.reduce!r}"),
+            (cut_of(self.buckets) != WHOLE,
+             f"buckets must be left out with {option}, since a movement is complete only when its window ends; "
+             f"got {self.buckets}"),
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -621,28 +624,30 @@ class TrainConfig:
             )
         if self.planning.wanted:
             self._check_planning()
-        in_parts = f"must be left out with --strategy {strategy}, whose servers see parts of a gradient"
+        in_parts = f" must be left out with --strategy {strategy}, whose servers see parts of a gradient; got "
         refuse(
-            (pipeline.local_steps > 1 and optimization.accumulation > 1, optimization.accumulation,
-             "accumulation must be 1 with --local-steps, the other way to exchange less often"),
-            (correction > 0 and optimization.optimizer == "nesterov", "nesterov",
-             "optimizer must be sgd with --momentum-correction, which replaces its momentum"),
-            (correction > 0 and by_sgd and optimization.momentum > 0, optimization.momentum,
-             "momentum must be 0 with --momentum-correction, which replaces it"),
-            (pipeline.average_state and by_sgd and optimization.momentum == 0, 0,
-             "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without"),
-            (optimization.optimizer == "muon" and on_servers, "muon, which needs whole matrices",
+            (pipeline.local_steps > 1 and optimization.accumulation > 1,
+             "accumulation must be 1 with --local-steps, the other way to exchange less often; "
+             f"got {optimization.accumulation}"),
+            (correction > 0 and optimization.optimizer == "nesterov",
+             "optimizer must be sgd with --momentum-correction, which replaces its momentum; got nesterov"),
+            (correction > 0 and by_sgd and optimization.momentum > 0,
+             f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"),
+            (pipeline.average_state and by_sgd and optimization.momentum == 0,
+             "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without; got 0"),
+            (optimization.optimizer == "muon" and on_servers,
              f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
-             "parameters anywhere"),
-            (optimization.clip_norm is not None and on_servers, optimization.clip_norm, f"clip-norm {in_parts}"),
-            (optimization.clip_value is not None and on_servers, optimization.clip_value, f"clip-value {in_parts}"),
-            (optimization.precision == "fp16" and on_servers, "fp16", f"precision {in_parts}"),
-            (self.run.device == "cuda" and strategy in SERVER_STRATEGIES, "cuda",
-             f"device must be cpu with --strategy {strategy}, whose servers are on CPUs"),
-            (replicas is not None and strategy in ("local", "ps-async", "easgd-async"), replicas,
-             f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train"),
-            (replicas is not None and pipeline.allow_drift, replicas,
-             "check-replicas must be left out with --allow-drift, which lets replicas differ"),
+             "parameters anywhere; got muon, which needs whole matrices"),
+            (optimization.clip_norm is not None and on_servers, f"clip-norm{in_parts}{optimization.clip_norm}"),
+            (optimization.clip_value is not None and on_servers, f"clip-value{in_parts}{optimization.clip_value}"),
+            (optimization.precision == "fp16" and on_servers, f"precision{in_parts}fp16"),
+            (self.run.device == "cuda" and strategy in SERVER_STRATEGIES,
+             f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda"),
+            (replicas is not None and strategy in ("local", "ps-async", "easgd-async"),
+             f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "
+             f"got {replicas}"),
+            (replicas is not None and pipeline.allow_drift,
+             f"check-replicas must be left out with --allow-drift, which lets replicas differ; got {replicas}"),
         )  # fmt: skip
 
     def _check_planning(self) -> None:
@@ -650,28 +655,32 @@ class TrainConfig:
         pipeline, codec, auto = self.pipeline, self.compression.codec, self.planning.auto
         option = f"{auto[0]} auto" if auto else "cluster"
         searched = [name for name in auto if name != "fragments"]
-        uncovered = f"must be left out with --{option}, since the timing model does not cover it"
-        kept = "must be given with --reduce auto, which chooses by it and keeps its choices"
+        uncovered = f" must be left out with --{option}, since the timing model does not cover it; got "
+        kept = " must be given with --reduce auto, which chooses by it and keeps its choices; got auto"
         refuse(
-            (pipeline.strategy != "pipelined", pipeline.strategy, f"strategy must be pipelined with --{option}"),
-            (searched and pipeline.local_steps > 1, pipeline.local_steps,
-             f"local-steps must be 1 with --{option}, which is chosen for an exchange in every iteration"),
-            (pipeline.rate_limit is not None and self.planning.cluster is None, "none",
+            (pipeline.strategy != "pipelined",
+             f"strategy must be pipelined with --{option}; got {pipeline.strategy}"),
+            (searched and pipeline.local_steps > 1,
+             f"local-steps must be 1 with --{option}, which is chosen for an exchange in every iteration; "
+             f"got {pipeline.local_steps}"),
+            (pipeline.rate_limit is not None and self.planning.cluster is None,
              f"cluster must be given with --{option} and --rate-limit, since a calibration before the run would use "
-             "the whole line"),
-            (pipeline.outer is not None and (searched or pipeline.outer != "average"), repr(pipeline.outer),
-             f"outer {uncovered}"),
-            (pipeline.average_state, True, f"average-state {uncovered}"),
-            (searched and pipeline.fragments > 1, pipeline.fragments,
-             f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights"),
-            (pipeline.reduce == AUTO and "codec" in auto, AUTO, f"codec {kept}"),
-            (pipeline.reduce == AUTO and "buckets" in auto, AUTO, f"buckets {kept}"),
-            (self.run.device != "cpu", self.run.device,
-             f"device must be cpu with --{option}, since calibrations are those of CPUs"),
-            (kind(codec) in ("powersgd", OWN), codec,
-             f"codec must be another one with --{option}, since its times are not calibrated"),
-            (pipeline.all_reduce == "hierarchical", "hierarchical",
-             f"all-reduce must be another one with --{option}, since links inside nodes are not calibrated"),
+             "the whole line; got none"),
+            (pipeline.outer is not None and (searched or pipeline.outer != "average"),
+             f"outer{uncovered}{pipeline.outer!r}"),
+            (pipeline.average_state, f"average-state{uncovered}True"),
+            (searched and pipeline.fragments > 1,
+             f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights; "
+             f"got {pipeline.fragments}"),
+            (pipeline.reduce == AUTO and "codec" in auto, f"codec{kept}"),
+            (pipeline.reduce == AUTO and "buckets" in auto, f"buckets{kept}"),
+            (self.run.device != "cpu",
+             f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"),
+            (kind(codec) in ("powersgd", OWN),
+             f"codec must be another one with --{option}, since its times are not calibrated; got {codec}"),
+            (pipeline.all_reduce == "hierarchical",
+             f"all-reduce must be another one with --{option}, since links inside nodes are not calibrated; "
+             "got hierarchical"),
         )  # fmt: skip
         if "fragments" not in auto:
             return

@@ -56,13 +56,13 @@ class CodecOptions:
         check_read(self)
         check_values(self)
         refuse(
-            ((self.codec_block or 0) > MAX_BLOCK, self.codec_block, f"codec-block must be at most {MAX_BLOCK}"),
-            (self.qsgd_levels > MAX_LEVELS, self.qsgd_levels, f"qsgd-levels must be at most {MAX_LEVELS}"),
-            (self.density > 1, self.density, "density must be at most 1"),
-            (self.momentum_correction >= 1, self.momentum_correction, "momentum-correction must be below 1"),
-            (self.codec == "ternary" and self.stochastic and self.gives_back, "on",
+            ((self.codec_block or 0) > MAX_BLOCK, f"codec-block must be at most {MAX_BLOCK}; got {self.codec_block}"),
+            (self.qsgd_levels > MAX_LEVELS, f"qsgd-levels must be at most {MAX_LEVELS}; got {self.qsgd_levels}"),
+            (self.density > 1, f"density must be at most 1; got {self.density}"),
+            (self.momentum_correction >= 1, f"momentum-correction must be below 1; got {self.momentum_correction}"),
+            (self.codec == "ternary" and self.stochastic and self.gives_back,
              "error-feedback must be off with --codec ternary --rounding stochastic, whose errors are larger than "
-             "most values: residuals would grow until they are not finite"),
+             "most values: residuals would grow until they are not finite; got on"),
         )  # fmt: skip
         if self.codec == "qsgd" and self.gives_back:
             most = ((1 if self.stochastic else 2) * self.qsgd_levels) ** 2 - 1
