@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _ranks import TIMEOUT, run_module, run_ranks
+from _ranks import TIMEOUT, run_as_ranks, run_module, run_ranks
 from conftest import REPOSITORY
 
 from experiments.command import torchrun
@@ -24,6 +24,8 @@ from pipesgd.ranks import Ranks, Standing
 from pipesgd.run.console import screen
 from pipesgd.run.output import TAKEN
 from pipesgd.train import train
+
+EXAMPLES = REPOSITORY / "examples"
 
 
 def train_as_a_rank(ranks: Ranks, words: list[str], restart_count: int = 0) -> tuple[str, str, str]:
@@ -95,7 +97,7 @@ def succeed_in(folder: Path, world_size: int, words: str, output: Path) -> dict[
 
 def program_of(name: str) -> str:
     """Return the code of a program of examples/, as pages show it: without its docstring and future imports."""
-    program = (REPOSITORY / "examples" / name).read_text(encoding="utf-8")
+    program = (EXAMPLES / name).read_text(encoding="utf-8")
     return program.partition('"""\n\n')[2].partition("\n")[2].lstrip("\n")
 
 
@@ -111,9 +113,16 @@ def command_in(text: str) -> list[str]:
     return shlex.split(found[1].replace("\\\n", " "))
 
 
+def succeed_as_told(text: str, output: Path) -> dict[str, Any]:
+    """Run the first command of a page or a docstring in examples/, in forked ranks; return its summary."""
+    words = command_in(text)
+    start = words.index("pipesgd.train") + 1
+    return succeed_in(EXAMPLES, int(words[1]), shlex.join(words[start:]), output)
+
+
 def run_words(words: list[str], **environment: str) -> str:
     """Run torchrun with ``words`` in examples/; return what it printed."""
-    return _run_torchrun(words, REPOSITORY / "examples", environment={**os.environ, **environment})
+    return _run_torchrun(words, EXAMPLES, environment={**os.environ, **environment})
 
 
 def run_program(program: Path, folder: Path, *arguments: str, deadline: float = 120.0) -> str:
@@ -130,8 +139,8 @@ def _run_torchrun(words: list[str], folder: Path, **options: Any) -> str:
 
 
 def run_example(name: str, folder: Path) -> str:
-    """Run the program ``name`` of examples/ as ``run_program`` does."""
-    return run_program(REPOSITORY / "examples" / name, folder)
+    """Run the program ``name`` of examples/ on two ranks, in ``folder``; return what it printed."""
+    return run_as_ranks(2, EXAMPLES / name, folder)
 
 
 def run_scenario(program: Path, scenario: str, folder: Path) -> list[Any]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from _runs import run_example, run_scenario
+from _runs import EXAMPLES, run_program, run_scenario
 
 run = functools.partial(run_scenario, Path(__file__).with_name("_hugging_face_program.py"))
 
@@ -76,13 +76,13 @@ def test_the_best_model_that_the_trainer_loads_at_the_end_stays_as_it_was_saved(
 
 
 def test_the_example_of_accelerate_learns(tmp_path: Path) -> None:
-    output = run_example("accelerate_loop.py", tmp_path)
+    output = run_program(EXAMPLES / "accelerate_loop.py", tmp_path)
     assert float(output.split()[-1]) > 0.85
     assert (tmp_path / "digits" / "pipesgd-0-rank-1.pt").is_file()
 
 
 def test_the_example_of_the_trainer_learns_and_saves(tmp_path: Path) -> None:
-    output = run_example("hf_trainer.py", tmp_path)
+    output = run_program(EXAMPLES / "hf_trainer.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"'eval_loss': '?([\d.e-]+)", output)]
     assert losses[-1] < 0.1 < losses[0]
     assert (tmp_path / "counting" / "final" / "model.safetensors").is_file()

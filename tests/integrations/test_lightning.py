@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from _runs import run_example, run_scenario
+from _runs import EXAMPLES, run_program, run_scenario
 
 run = functools.partial(run_scenario, Path(__file__).with_name("_lightning_program.py"))
 
@@ -99,4 +99,4 @@ def test_versions_that_do_not_work_are_refused(version: str, message: str, monke
 
 
 def test_the_example_learns(tmp_path: Path) -> None:
-    assert float(run_example("lightning_digits.py", tmp_path).split()[-1]) > 0.85
+    assert float(run_program(EXAMPLES / "lightning_digits.py", tmp_path).split()[-1]) > 0.85
