@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,22 @@ def run_module(
         if process.exitcode is None:
             raise RankFailed(f"{module} did not end within {deadline} s; it said:\n{stdout}{stderr}")
         return subprocess.CompletedProcess([module, *words], process.exitcode, stdout, stderr)
+
+
+def start_module(module: str, *words: str, folder: Path, printed: Path) -> BaseProcess:
+    """Start ``python -m module words`` in ``folder`` in a session of its own, in a process as of ``run_module``.
+
+    What it prints goes to the files, or named pipes, "stdout" and "stderr" in the folder ``printed``.
+    """
+    arguments = (module, words, folder, dict(os.environ), str(printed))
+    process = _CONTEXT.Process(target=_session_main, args=arguments)
+    process.start()
+    return process
+
+
+def _session_main(*arguments: Any) -> None:
+    os.setsid()
+    _module_main(*arguments)
 
 
 def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float = 120.0) -> str:
