@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from _ranks import TIMEOUT, run_as_ranks, run_module, run_ranks
 from conftest import REPOSITORY
 
+from experiments import timed_configurations
 from experiments.command import torchrun
+from pipesgd.calibrate import calibrate
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks, Standing
 from pipesgd.run.console import screen
@@ -58,6 +61,16 @@ def train_each_as_a_rank(ranks: Ranks, runs: dict[str, list[str]]) -> dict[str, 
         errors[name], _, _ = train_as_a_rank(own, words)
         own.leave()
     return errors
+
+
+def run_job_on_forked_ranks(testbed: object, words: Sequence[str], log: Path, *, deadline: float) -> None:
+    """Do a job of experiments that ``run_job`` would do on a testbed of two nodes; a failure is raised."""
+    run_ranks(2, _do_job, words[1], list(words[2:]), process_group=False)
+
+
+def _do_job(ranks: Ranks, module: str, words: list[str]) -> None:
+    jobs = {"pipesgd.calibrate": calibrate, "experiments.timed_configurations": timed_configurations.main}
+    jobs[module](words, ranks, screen(ranks, io.StringIO()))
 
 
 def run(world_size: int, words: str, output: Path, restart_count: int = 0) -> list[tuple[str, str, str]]:
