@@ -63,6 +63,12 @@ def train_each_as_a_rank(ranks: Ranks, runs: dict[str, list[str]]) -> dict[str, 
     return errors
 
 
+def train_on_forked_ranks(words: list[str], world_size: int) -> str | None:
+    """Train as experiments do by ``run_training``, which starts torchrun; return the error of rank 0, if there is one."""
+    errors = [error for error, _, _ in run_ranks(world_size, train_as_a_rank, words, process_group=False)]
+    return errors[0] or None
+
+
 def run_job_on_forked_ranks(testbed: object, words: Sequence[str], log: Path, *, deadline: float) -> None:
     """Do a job of experiments that ``run_job`` would do on a testbed of two nodes; a failure is raised."""
     run_ranks(2, _do_job, words[1], list(words[2:]), process_group=False)

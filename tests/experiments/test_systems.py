@@ -18,7 +18,7 @@ import pytest
 import torch
 from _kept_runs import check_refused
 from _ranks import run_ranks
-from _runs import run_job_on_forked_ranks, train_as_a_rank, train_each_as_a_rank
+from _runs import run_job_on_forked_ranks, train_each_as_a_rank, train_on_forked_ranks
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -474,11 +474,6 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
     check_refused(parse, words, message, tmp_path)
 
 
-def _train_on_forked_ranks(words: list[str], world_size: int) -> str | None:
-    errors = [error for error, _, _ in run_ranks(world_size, train_as_a_rank, words, process_group=False)]
-    return errors[0] or None
-
-
 def test_some_systems_are_measured_trained_kept_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -486,7 +481,7 @@ def test_some_systems_are_measured_trained_kept_and_written(
     monkeypatch.setattr(Setting, "testbed", lambda setting: nullcontext())
     monkeypatch.setattr(times, "calibrate", lambda testbed, words, folder: PROFILE)
     monkeypatch.setattr(validation_runs, "run_job", run_job_on_forked_ranks)
-    monkeypatch.setattr(accuracy, "run_training", _train_on_forked_ranks)
+    monkeypatch.setattr(accuracy, "run_training", train_on_forked_ranks)
     names = ["d-sync", "local", "pmls-ssp", HOGWILD]
     simulated = accuracy.plan(QUICK, {"d-sync": SYSTEMS["d-sync"].trained_words}, 1)["digits", "d-sync", 0].words
     KeptRuns(tmp_path / "systems.simulated.runs.json", Run).add(simulated, simulate(simulated))
