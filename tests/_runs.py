@@ -64,7 +64,7 @@ def train_each_as_a_rank(ranks: Ranks, runs: dict[str, list[str]]) -> dict[str, 
 
 
 def train_on_forked_ranks(words: list[str], world_size: int) -> str | None:
-    """Train as experiments do by ``run_training``, which starts torchrun; return the error of rank 0, if there is one."""
+    """Train on forked ranks instead of those of ``run_training``; return the error of rank 0, if there is one."""
     errors = [error for error, _, _ in run_ranks(world_size, train_as_a_rank, words, process_group=False)]
     return errors[0] or None
 
