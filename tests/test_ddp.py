@@ -520,7 +520,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "hook, compressed": "ddp_model must have no communication hook; got one with allreduce_hook",
             "part": "optimizer must hold all parameters of ddp_model that require a gradient; got one without "
             "first.weight (8 of 10 are missing)",
-            "guard": "guard must be left out: a loop with DistributedDataParallel has its own steps",
+            "guard": "guard must be left out, since a loop with DistributedDataParallel has its own steps; got True",
             "buffers of local steps": "ddp_model must be made with broadcast_buffers=False for local steps: its "
             "buffers would be sent in every forward pass",
             "search of local steps": "ddp_model must be made without find_unused_parameters=True for local steps: the "
@@ -528,12 +528,11 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "statistics of local steps": "ddp_model must be made without SyncBatchNorm for local steps: its statistics "
             "would be sent in every forward pass",
             "guard of local steps": "guard must be left out with local steps; got True",
-            "clipping of local steps": "clip_norm must be left out with local_steps, whose gradients the loop clips "
-            "itself; got 1.0",
+            "clipping of local steps": "clip_norm must be left out, since the loop clips its gradients itself; got 1.0",
             "mesh of local steps": "mesh must be left out with local steps; got 'a mesh'",
-            "mesh": "mesh must be left out: a loop with DistributedDataParallel has its own ranks",
+            "mesh": "mesh must be left out, since a loop with DistributedDataParallel has its own ranks; got a mesh",
             "buckets of local steps": "buckets must be left out with local steps; got 2",
-            "buckets": "buckets must be left out: a loop with DistributedDataParallel has its own buckets",
+            "buckets": "buckets must be left out, since a loop with DistributedDataParallel has its own buckets; got 2",
             "reduce": "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole "
             "gradients; got rows",
             "topk": f"codec must be one of {', '.join(DENSE_CODECS)}, module:function; got 'topk'",
