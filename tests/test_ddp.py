@@ -426,6 +426,34 @@ def test_options_from_before_an_interrupted_step_do_not_come_back() -> None:
         assert rates == pytest.approx([0.05 * 0.9**number for number in (0, 1, 2, 0, 1, 2, 3)])
 
 
+def _refused_in_an_iteration(ranks: Ranks, options: dict[str, Any]) -> list[str]:
+    """Load a state that is refused between a backward pass and its step, or do not; return hashes of the weights."""
+    keywords = {"broadcast_buffers": False}
+    _, other = start(DistributedDataParallel(make_model(), **keywords), codec="int8", **options)
+    state = other.state_dict()
+    other.close()
+    hashes = []
+    for loads in (False, True):
+        ddp_model = DistributedDataParallel(make_model(), **keywords)
+        optimizer, pipeline = start(ddp_model, **options)
+        for number, (inputs, targets) in enumerate(batches(ranks.rank, ranks.world_size)):
+            optimizer.zero_grad()
+            cross_entropy(ddp_model(inputs), targets).backward()
+            if loads and number == 3:
+                with pytest.raises(UserInputError, match="codec must be int8"):
+                    pipeline.load_state_dict(state)
+            optimizer.step()
+        pipeline.close()
+        hashes.append(weights_sha256(ddp_model.module))
+    return hashes
+
+
+@pytest.mark.parametrize("options", [{}, {"local_steps": 2}])
+def test_a_state_that_is_refused_leaves_the_present_iteration_as_it_is(options: dict[str, Any]) -> None:
+    for without, refused in run_ranks(2, _refused_in_an_iteration, options):
+        assert refused == without
+
+
 def derived(ranks: Ranks, options: dict[str, Any]) -> tuple[Weights, Weights]:
     return by_attached(ranks, "sgd", **options), by_attached(ranks, "derived", **options)
 

@@ -178,18 +178,23 @@ class AttachedPipeline(Pipelined):
         self._settle("state_dict")
         return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; see ``Pipelined.load_state_dict``.
-
-        Raises:
-            UserInputError: ``state`` has more gradients in flight than a pipeline of this width, or is refused there.
-        """
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise what ``load_state_dict`` raises before it changes anything: see there."""
+        super().check_state(state)
         in_flight, width = len(state["in_flight"]), self._updates.width_after(state["iteration"])
         if in_flight >= width:  # each backward pass applies one, so that they would stay
             raise UserInputError(
                 f"width must be at least {in_flight + 1}, for the gradients in flight in the state that is loaded; "
                 f"got {width}"
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; see ``Pipelined.load_state_dict``.
+
+        Raises:
+            UserInputError: ``state`` has more gradients in flight than a pipeline of this width, or is refused there.
+        """
+        self.check_state(state)
         self._due = None
         self._copies.clear()
         options = [dict(group) for group in self._optimizer.param_groups]

@@ -92,6 +92,7 @@ class AttachedLocalSteps(LocalSteps):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; see ``LocalSteps.load_state_dict``."""
+        self.check_state(state)
         self._computed = False
         self._update.close()  # that of a step that was interrupted, which puts back the gradients from before it
         super().load_state_dict(state)

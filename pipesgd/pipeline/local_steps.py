@@ -423,12 +423,8 @@ class LocalSteps(Strategy):
             "window": self._window.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
-
-        Raises:
-            UserInputError: ``state`` is of another number of fragments, another codec or another outer optimizer.
-        """
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise what ``load_state_dict`` raises before it changes anything: see there."""
         if (before := state["pipeline"]["buckets"]) != str(self._fragments):
             raise UserInputError(f"fragments must be {before}, as in the state that is loaded; got {self._fragments}")
         for name, value in state.get("settings", self._settings).items():  # earlier versions had none
@@ -437,6 +433,14 @@ class LocalSteps(Strategy):
                     f"{name} must be {value}, as in the state that is loaded; got {self._settings[name]}"
                 )
         self._pipeline.check_state(state["pipeline"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
+
+        Raises:
+            UserInputError: ``state`` is of another number of fragments, another codec or another outer optimizer.
+        """
+        self.check_state(state)
         self._error = None
         # Copies: torch's optimizers continue with the very tensors that they load.
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

@@ -552,8 +552,10 @@ class Pipelined(Strategy):
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ``UserInputError`` if ``state`` is of a pipeline with another codec, other buckets or another
-        ``reduce``."""
+        """Raise what ``load_state_dict`` raises before it changes anything: see there."""
+        self._summing.thread.check()
+        if self._half_done is None:
+            self._check_whole("load_state_dict")
         codec = self._codec_options.describe()
         for name, own, default in (
             ("codec", codec, codec),
@@ -574,9 +576,6 @@ class Pipelined(Strategy):
             UserInputError: ``state`` is of a pipeline with another codec, other buckets or another ``reduce``, or
                 buckets have left since the last step.
         """
-        self._summing.thread.check()
-        if self._half_done is None:
-            self._check_whole("load_state_dict")
         self.check_state(state)
         self._summing.thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
         if self._half_done is not None:
