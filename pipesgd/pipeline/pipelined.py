@@ -333,24 +333,25 @@ class Pipelined(Strategy):
             "rate_limit": most_bytes,
             "device": device.type,
         }
-        connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
-        if connected is None:
-            connected = Connections(all_reduce, self._ranks, **wanted)
-        connected.begin_buckets(len(self._cut.indices))
-        self._summing = Summing(connected, self._replica, device)
+        self._summing = Summing(self._ranks, self._replica, device)
         try:
-            self._summing.start(options, reduce=reduce, seed=seed)
+            # Before an earlier pipeline leaves: the end of a rank's last watch tells the others that it has left.
+            self._summing.watch()
+            connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
+            if connected is None:
+                connected = Connections(all_reduce, self._ranks, **wanted)
+            self._summing.start(connected, options, buckets=len(self._cut.indices), reduce=reduce, seed=seed)
             if init_sync:
                 self._replica.share(model)
                 sum_over_ranks = functools.partial(self._sum_over_ranks, "Pipelined")
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, sum_over_ranks)
+            if self._updates.predicts:
+                self._hooks = TrueWeightsHooks(model, self._updates)
+            self._factor_hooks.follow(self._cut.exchanges.by_factors())
+            self._leaving = self._watch()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        if self._updates.predicts:
-            self._hooks = TrueWeightsHooks(model, self._updates)
-        self._factor_hooks.follow(self._cut.exchanges.by_factors())
-        self._leaving = self._watch()
 
     @property
     def _parameters(self) -> list[Tensor]:
