@@ -119,10 +119,11 @@ class Summing:
             # Parts arrive in another order on every rank.
             of_finite = sorted(norm for norm in outgoing.norms if norm is not None)
             own = functools.partial(math.hypot, *of_finite)
+            agree = self._agreed if agreed_norm else _as_it_is
             norm_of_mean = functools.partial(self._agreed_norm, outgoing.buffer) if agreed_norm else own
             self._replica.begin(outgoing.iteration)
             finite, norm = self._replica.finite_norm(
-                len(of_finite) == len(outgoing.norms), norm_of_mean, outgoing.buffer.views
+                len(of_finite) == len(outgoing.norms), norm_of_mean, outgoing.buffer.views, agree
             )
             comparison = compare()
         return Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
@@ -146,9 +147,13 @@ class Summing:
     def _agreed_norm(self, buffer: BucketedBuffer) -> float:
         """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""
         norms = [torch.linalg.vector_norm(as_real(flat), dtype=torch.float64) for flat in buffer.flats]
-        total = torch.stack(norms).square().sum().reshape(1)
+        return math.sqrt(self._agreed(torch.stack(norms).square().sum()).item())
+
+    def _agreed(self, number: Tensor) -> Tensor:
+        """Return the ranks' mean of a number that is about the same on all of them: the same bits on all. Collective."""
+        total = number.reshape(1)
         self.exact(total)
-        return math.sqrt(total.item() / self._ranks.world_size)
+        return total / self._ranks.world_size
 
     def wait_for_all(self) -> None:
         """Return when no rank has a message for another one any more. On the thread; see ``Connections``."""
@@ -169,6 +174,10 @@ class Summing:
         ended = [self._connections.close] if self._connections is not None and disconnects else []
         at_the_end = functools.partial(_call_all, [*ended, self._replica.close])
         self.thread.close(at_the_end=at_the_end, within=None if together else CLOSE_SECONDS)
+
+
+def _as_it_is(number: Tensor) -> Tensor:
+    return number
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:

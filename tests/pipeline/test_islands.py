@@ -303,6 +303,28 @@ def test_a_gradient_that_is_not_finite_in_one_shard_is_left_out_by_all_ranks() -
     assert [reports for reports, _ in run_ranks(4, _not_finite, "stop")] == 4 * [[((), (), ()), ((0,), (), ()), (1,)]]
 
 
+def _norms_of_others(ranks: Ranks) -> list[float | None]:
+    """Return the norms of means, where the ranks of each island compute norms with rounding errors of their own."""
+    exact = torch.linalg.vector_norm
+    with pytest.MonkeyPatch.context() as patch:
+        rounding = 1 + 1e-12 * ranks.rank
+        patch.setattr(torch.linalg, "vector_norm", lambda *args, **options: exact(*args, **options) * rounding)
+        member = Member((2, 1, 2), case("sgd", width=2, guard=True))
+        norms = []
+        for number in range(ITERATIONS):
+            regress(member.model, member.batches[number]).backward()
+            norms.append(member.pipeline.step().gradient_norm)
+        member.pipeline.close()
+    return norms
+
+
+def test_all_ranks_give_the_guard_the_same_norm_however_they_round() -> None:
+    """Islands used to judge by norms of their own, and would have fallen back one without the other."""
+    first, *others = run_ranks(4, _norms_of_others)
+    assert len([norm for norm in first if norm is not None]) == ITERATIONS - 1
+    assert others == [first] * 3
+
+
 def _train_in_float32(ranks: Ranks) -> dict[str, Tensor]:
     shape = (2, 2, 1)
     mesh = mesh_of(shape)
