@@ -58,7 +58,7 @@ from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.exchanges import Exchanges, pieces_of
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
-from pipesgd.pipeline.islands import replica_of
+from pipesgd.pipeline.islands import OF_WHOLE_MATRICES, replica_of
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
 from pipesgd.pipeline.sameness import (
     check_same_bits,
@@ -289,7 +289,6 @@ class Pipelined(Strategy):
         self._closed = self._leaves_connections = False
         self._hooks: TrueWeightsHooks | None = None
         self._leaving = BackwardHooks([], self._leave)
-        multiplies = reduce in ("factors", "auto")
         self._settings = {
             "width": width,
             "warmup_iterations": warmup_iterations,
@@ -305,7 +304,6 @@ class Pipelined(Strategy):
             "rate_limit": rate_limit,
             "buckets": self._cut.into,
             "reduce": reduce,
-            "number of torch's threads": torch.get_num_threads() if multiplies and not allow_drift else None,
             "in_turns": in_turns,
             "seed": seed,
             "init_sync": init_sync,
@@ -321,8 +319,15 @@ class Pipelined(Strategy):
         if successor_of is None:
             self._check_same_on_all_ranks(self._cut)
             bits = [check_same_bits(of, optimizer, clip, allow_drift=allow_drift) for of in self.all_ranks]
-            if multiplies:
-                bits.append(check_same_products(self._ranks, device, allow_drift=allow_drift))
+            is_own = not type(optimizer).__module__.startswith("torch.optim")  # of which nothing else is known
+            multiplying = {
+                f"with reduce {reduce}": reduce in ("factors", "auto"),
+                f"with codec {options.codec}": options.codec == "powersgd",
+                f"with {type(optimizer).__name__}": is_own or isinstance(optimizer, OF_WHOLE_MATRICES),
+            }
+            alike = [(self._ranks, what) for what, multiplies in multiplying.items() if multiplies][:1]
+            alike += [(members, "in an island") for members in self._replica.members]
+            bits += [check_same_products(of, device, what, allow_drift=allow_drift) for of, what in alike]
             self.drifts = not all(bits)
         else:
             self.drifts = successor_of.drifts
