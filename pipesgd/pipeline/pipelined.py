@@ -38,6 +38,7 @@ from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, Use
 from pipesgd.flat_buffer import (
     BucketedBuffer,
     FlatBuffer,
+    all_finite,
     are_finite,
     give_gradients,
     make_dense,
@@ -524,15 +525,20 @@ class Pipelined(Strategy):
         combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
         self._replica.combine_buffers(self.module, how)
 
-    def average(self, tensors: Sequence[Tensor]) -> int:
-        """Give all ranks the means of ``tensors`` over the ranks, and return the number of bytes sent. Collective."""
+    def average(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
+        """Give all ranks the means of ``tensors`` over the ranks, unless a mean is not finite. Collective.
+
+        Returns the number of bytes sent, and whether all means are finite, which all ranks find alike.
+        """
         buffer = FlatBuffer(tensors)
         buffer.fill_from(tensors)
         self._sum_over_ranks("step", buffer)
         for flat in buffer.flats:
             take_mean(flat, self._ranks.world_size)
-        buffer.copy_to(tensors)
-        return sum(self._summing.exact.wire_bytes(flat) for flat in buffer.flats)
+        finite = all_finite(buffer)
+        if finite:
+            buffer.copy_to(tensors)
+        return sum(self._summing.exact.wire_bytes(flat) for flat in buffer.flats), finite
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
