@@ -150,7 +150,7 @@ class Island(Replica):
         share_rank_0s_values(nn.Module(), same, self._ranks.rank, self._in_main.sum)
 
     def combine_buffers(self, model: nn.Module, how: str) -> None:
-        combine_buffers(model, how, self._ranks.rank, self._ranks.world_size, self._in_main.sum)
+        combine_buffers(model, how, self._ranks, self._in_main.sum)
 
     def counted(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         if not gradients:  # none were kept

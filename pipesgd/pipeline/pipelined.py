@@ -522,7 +522,7 @@ class Pipelined(Strategy):
         self.check_usable()
         self._check_whole("combine_buffers")
         sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
-        combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
+        combine_buffers(self.module, how, self._ranks, sum_over_ranks)
         self._replica.combine_buffers(self.module, how)
 
     def average(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
