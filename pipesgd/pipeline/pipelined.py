@@ -127,11 +127,11 @@ class Pipelined(Strategy):
         model: the module whose parameters ``optimizer`` updates, on one device.
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
-        warmup_iterations: first iterations that run at width 1.
+        warmup_iterations: first iterations that run at width 1. At width 1, all do.
         prediction: estimate of the gradients in flight: "eager", "local" or "none", or a class of predictions
             (``pipesgd.pipeline.prediction``).
         guard: whether to fall back to width 1 for a while, on all ranks, when gradients blow up
-            (``pipesgd.pipeline.divergence_guard``).
+            (``pipesgd.pipeline.divergence_guard``). At width 1 there is nothing to guard.
         clip_norm: largest norm of the averaged gradient; a larger one is scaled down when it is applied.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
         scaler: loss scaler for float16; neither its ``step`` nor its ``update`` may be called
