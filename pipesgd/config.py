@@ -450,8 +450,8 @@ class PipelineConfig:
     has fewer bytes, and between two exchanges of a weight are --local-steps times --fragments iterations. auto chooses
     the fewest of which each is exchanged while a window computes (see --cluster)."""
     guard: bool = False
-    """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness. Width 1 needs
-    none."""
+    """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness. Width 1
+    needs none."""
     allow_drift: bool = False
     """Train on processors that compute different bits, such as ARM with x86, which is refused by default: replicas
     drift apart by rounding errors, and get rank 0's weights at every evaluation and checkpoint."""

@@ -41,7 +41,7 @@ def test_a_door_into_an_absent_package_says_how_to_install_it(absence: str, door
     assert done.stderr.splitlines()[-1] == f"pipesgd.errors.UserInputError: {message}"
 
 
-@pytest.mark.parametrize(("value", "shown"), [(True, "True"), (0, "0"), (1.5, "1.5"), ("fp16", "fp16"), (run, "function")])
+@pytest.mark.parametrize(("value", "shown"), [(True, "True"), (0, "0"), ("fp16", "fp16"), (run, "function")])
 def test_what_a_loop_has_itself_is_refused_in_one_line(value: object, shown: str) -> None:
     in_the_loop = {"scaler": "the loop has its own", "clip_norm": "the loop clips"}
     check_left_out({"scaler": None, "clip_norm": False, "width": value}, in_the_loop)

@@ -518,8 +518,8 @@ class LocalSteps(Strategy):
             culprits = [self._ranks.number(rank) for rank, own in enumerate(own_finite) if not own]
             got = f"a NaN or an infinity from {named(culprits)}" if culprits else "finite ones, whose sum overflows"
             raise RunError(
-                f"averaged states of optimizers must be finite; got {got}, after iteration {iteration}: lower --lr, or use "
-                "--clip-norm"
+                f"averaged states of optimizers must be finite; got {got}, after iteration {iteration}: lower --lr, or "
+                "use --clip-norm"
             )
         end = time.perf_counter()
         spans = (Span("communication", iteration, begin, end), Span("wait", iteration, begin, end))

@@ -150,7 +150,7 @@ class Summing:
         return math.sqrt(self._agreed(torch.stack(norms).square().sum()).item())
 
     def _agreed(self, number: Tensor) -> Tensor:
-        """Return the ranks' mean of a number that is about the same on all of them: the same bits on all. Collective."""
+        """Return the mean of the ranks' numbers, which are about the same: the same bits on all of them. Collective."""
         total = number.reshape(1)
         self.exact(total)
         return total / self._ranks.world_size
