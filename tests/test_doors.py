@@ -61,6 +61,12 @@ def test_a_package_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.Mo
         check_version("accelerate", "1.15", "pipesgd.accelerate")
 
 
+def test_what_an_accelerator_has_is_refused_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.15")
+    with pytest.raises(UserInputError, match=r"^scaler must be left out, since the Accelerator has its own; got fp16$"):
+        pipesgd.accelerate.attach(None, None, None, scaler="fp16")
+
+
 @pytest.mark.slow
 def test_no_optional_package_is_imported_unless_it_is_used() -> None:
     names = "Pipelined, pipesgd.CodecOptions, pipesgd.ddp, pipesgd.backend, pipesgd.accelerate"
