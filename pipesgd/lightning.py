@@ -104,6 +104,8 @@ def make_strategy(module: str) -> type[Any]:
             [optimizer] = self.optimizers  # Lightning refuses several, unless optimization is manual
             clipped_by = "clip_value" if trainer.gradient_clip_algorithm == "value" else "clip_norm"
             clipping: dict[str, Any] = {clipped_by: trainer.gradient_clip_val or None}
+            if "local_steps" in self._pipeline_options:  # which need not know how the loop clips
+                clipping = {}
             self.pipeline = attach(
                 self.model,
                 optimizer,

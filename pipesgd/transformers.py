@@ -51,10 +51,11 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
                 number of ranks than the one that saved the checkpoint.
             RunError: the checkpoint has no usable pipeline of this rank.
         """
+        clipping = {} if "local_steps" in self._options else {"clip_norm": args.max_grad_norm or None}
         self.pipeline = attach(
             self._trainer.model_wrapped,
             optimizer.optimizer,
-            **self._options | {"scaler": self._trainer.accelerator.scaler, "clip_norm": args.max_grad_norm or None},
+            **self._options | clipping | {"scaler": self._trainer.accelerator.scaler},
         )
         if state.global_step:
             self._file(args, state).load(self.pipeline, state.global_step)
