@@ -88,6 +88,18 @@ def check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Seq
             )
 
 
+def check_left_out(options: Mapping[str, Any], in_the_loop: Mapping[str, str]) -> None:
+    """Raise ``UserInputError`` for the first of ``options`` that a loop which is not pipesgd's has itself.
+
+    ``in_the_loop`` says of each such option what the loop has in its place. None and False count as left out.
+    """
+    for name, instead in in_the_loop.items():
+        value = options.get(name)
+        if value is not None and value is not False:
+            shown = value if isinstance(value, int | float | str) else type(value).__name__
+            raise UserInputError(f"{name} must be left out, since {instead}; got {shown}")
+
+
 def one_of(choices: Sequence[str]) -> str:
     """Return ``choices`` as a phrase: "fp32", "ring or native", "one of a, b, c"."""
     if len(choices) <= 2:

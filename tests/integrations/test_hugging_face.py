@@ -23,7 +23,7 @@ def test_a_loop_of_accelerate_does_what_pipelined_does_bit_for_bit_and_resumes(w
         assert found["found"] == found["expected"] == found["resumed"]
         assert found["refused"] == [
             "optimizer must be what accelerator.prepare(model, optimizer) returned; got SGD",
-            "scaler must be left out: the Accelerator has its own",
+            "scaler must be left out, since the Accelerator has its own; got GradScaler",
         ]
     assert {path.name for path in (tmp_path / "state").glob("pipesgd-*.pt")} == {
         "pipesgd-0-rank-0.pt",
@@ -54,7 +54,7 @@ def test_a_trainer_of_transformers_trains_evaluates_and_saves(windows: str, tmp_
         assert found["difference to DDP"] < 1e-5 * found["largest weight"], "sums in another order"
         assert found["evaluations with true weights"]
         assert all(found["evaluations with true weights"])
-        assert found["refused"] == "clip_norm must be left out: the Trainer has max_grad_norm"
+        assert found["refused"] == "clip_norm must be left out, since the Trainer has max_grad_norm; got 1.0"
         assert found.get("refused with local steps") == (
             "ddp_model must be made without find_unused_parameters=True for local steps: the parameters used would be "
             "sent in every backward pass"
