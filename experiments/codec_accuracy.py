@@ -13,7 +13,6 @@ arguments and with the commit that made them: the same command runs only what is
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 import time
 from argparse import Namespace
@@ -31,8 +30,8 @@ from experiments import command, contenders, style
 from experiments.contenders import NEVER
 from experiments.kept_runs import KeptRuns
 from experiments.paired import median
-from experiments.results import REPOSITORY, Row, code_state, save, save_panels
-from experiments.testbed_jobs import last_words
+from experiments.results import Row, code_state, save, save_panels
+from experiments.testbed_jobs import run_training
 from pipesgd.data import make_workload
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
@@ -72,8 +71,6 @@ BASELINE = "fp32"
 TARGETED, MOST_LOST = ("int8", "int4"), 0.2
 """Codecs with a target, and the most points of accuracy that they may lose."""
 SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 30
-DEADLINE_SECONDS = 3600.0
-"""Seconds after which a run counts as hung."""
 APART = 1.05
 """Factor in bytes that puts codecs that send equally much side by side in the figure."""
 
@@ -125,21 +122,10 @@ def plan(models: Sequence[str], codecs: Sequence[str], seeds: int, *, quick: boo
 def train(words: str) -> Run:
     """Run ``pipesgd.train`` once by torchrun."""
     started, begin = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    failure: str | None = None
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder, log = Path(name) / "run", Path(name) / "log"
-        arguments = command.torchrun(WORLD_SIZE, "-m", "pipesgd.train", *words.split(), "--output", str(folder))
-        with log.open("wb") as file:
-            process = subprocess.Popen(arguments, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT)
-            try:
-                if process.wait(DEADLINE_SECONDS) != 0:
-                    failure = last_words(log.read_text(encoding="utf-8", errors="replace"))
-            except subprocess.TimeoutExpired:
-                failure = f"did not end within {DEADLINE_SECONDS:.0f} s"
-            finally:
-                process.terminate()  # torchrun ends its ranks too; no effect if it has ended
-                process.wait()
+        folder = Path(name) / "run"
+        failure = run_training([*words.split(), "--output", str(folder)], WORLD_SIZE)
         if failure is None:
             summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
             found["test_accuracy"] = summary["final"]["test_accuracy"]

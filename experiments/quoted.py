@@ -202,6 +202,10 @@ def predictions() -> str:
         names = dict.fromkeys(row["setting"] for row in of_kind)
         lines += [[name, *predicted([row for row in of_kind if row["setting"] == name])] for name in names]
         lines.append([f"**all {kind}**", *predicted(of_kind)])
+        if kind == HELD_OUT:
+            for name, words in (("the ring", "ring"), ("torch's own all-reduce", "native")):
+                own = [row for row in of_kind if str(row["words"]).endswith(f"--all-reduce {words}")]
+                lines.append([f"of these, {name}", *predicted(own)])
     heads = ["", "cells", "mean error, %", "95 % within, %", "two halves apart, %", "in the 90 % interval, %"]
     return table(heads, lines)
 

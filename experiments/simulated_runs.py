@@ -276,7 +276,8 @@ def make_runs(
     done = kept.load()
     missing = [one for one in planned if one.words not in done]
     command.say_kept(console, len(planned), len(missing))
-    context = multiprocessing.get_context("spawn")  # a fork would copy the state of torch's threads
+    # A fork imports nothing again. It copies the state of torch's threads, which a run on one thread does not use.
+    context = multiprocessing.get_context("fork")
     with (
         command.progress(console, name, len(missing)) as advance,
         ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool,

@@ -1,4 +1,4 @@
-"""Jobs that run on all nodes of a testbed to their end, and the reason if one fails."""
+"""Jobs that run to their end, on all nodes of a testbed or on this machine, and the reason if one fails."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import command
 from experiments.contenders import NEVER
+from experiments.results import REPOSITORY
 from experiments.testbed import Testbed
 from pipesgd.errors import RunError
 
 LONGEST_WORDS = 200
 """Characters of an error that are kept; the log has them all."""
+TRAINING_SECONDS = 3600.0
+"""Seconds after which a training on this machine counts as hung."""
 WRAPPED_BY_TORCH = "Got the following error when running the callback: RuntimeError: "
 """Prefix that torch adds once for every callback that an error went through."""
 
@@ -57,6 +61,24 @@ def trained(
         if failure is not None and not may_fail:
             raise RunError(f"pipesgd.train {words} must succeed; got {failure}")
         yield folder, failure
+
+
+def run_training(words: Sequence[str], world_size: int) -> str | None:
+    """Run ``pipesgd.train`` on ranks of this machine; return the reason if it failed, else None."""
+    job = command.torchrun(world_size, "-m", "pipesgd.train", *words)
+    try:
+        done = subprocess.run(
+            job,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TRAINING_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {TRAINING_SECONDS:.0f} s"
+    return last_words(done.stdout) if done.returncode else None
 
 
 def last_words(log: str) -> str:

@@ -123,14 +123,15 @@ SETTINGS = {
 }
 """A model of 1000 hidden units has a gradient of 4.3 MB, eight times as many values as one of 332."""
 QUICK = Setting(nodes=2, rate="200mbit", accelerator="20ms", hidden=332, iterations=200)
-"""A setting with short iterations, in a run that has too few of them for an audition."""
-AUTO = "--width auto --codec auto --all-reduce auto"
+"""A setting with short iterations, in a run that has too few of them for an audition and chooses a width alone."""
+AUTO, QUICK_AUTO = "--width auto --codec auto --all-reduce auto", "--width auto --codec int4 --all-reduce ring"
 SPACE = tuple(
     f"--width {width} --codec {codec} --all-reduce {all_reduce}"
     for width, all_reduce, codec in itertools.product(WIDTHS, ("ring", "native"), AUTO_CODECS)
     if all_reduce == "ring" or codec in NATIVE_CODECS
 )
-"""Configurations that ``AUTO`` chooses among."""
+QUICK_SPACE = tuple(words for words in SPACE if words.endswith(QUICK_AUTO.removeprefix("--width auto")))
+"""Configurations that ``AUTO`` and ``QUICK_AUTO`` choose among."""
 OTHERS = (
     "--width 2 --codec fp32 --all-reduce halving-doubling",
     "--width 2 --codec int8 --all-reduce all-to-all",
@@ -239,7 +240,7 @@ def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[
         RunError: it failed, or did not decide in time.
     """
     output, log = folder / "run", folder / "log"
-    words = f"{setting.words} {AUTO} --iterations {setting.iterations} --output {output}"
+    words = f"{setting.words} {QUICK_AUTO if quick else AUTO} --iterations {setting.iterations} --output {output}"
     observed = QUICK_OBSERVED if quick else OBSERVED
     begin, began_after = time.perf_counter(), None
     with setting.testbed() as testbed, log.open("wb") as file:
@@ -288,7 +289,7 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     Raises:
         RunError: a job failed.
     """
-    choice, began_after, after_s, configurations = None, None, None, SPACE
+    choice, began_after, after_s, configurations = None, None, None, QUICK_SPACE if quick else SPACE
     if setting.calibrated is None:
         choice, began_after, after_s = run_with_auto(setting, folder, quick=quick)
         profile = Profile.load(folder / "run" / "cluster.toml")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd import ddp
-from pipesgd.checks import check_version
+from pipesgd.checks import check_left_out, check_version
 from pipesgd.ddp.attached import Attached
 from pipesgd.errors import UserInputError
 from pipesgd.pipeline.true_weights_hooks import unwrapped
@@ -30,13 +30,12 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> Atta
             out of range.
     """
     check_version("accelerate", "1.15", "pipesgd.accelerate")
-    if "scaler" in options:
-        raise UserInputError("scaler must be left out: the Accelerator has its own")
+    check_left_out(options, {"scaler": "the Accelerator has its own"})
     if not hasattr(optimizer, "optimizer"):
         raise UserInputError(
             f"optimizer must be what accelerator.prepare(model, optimizer) returned; got {type(optimizer).__name__}"
         )
-    pipeline = ddp.attach(model, optimizer.optimizer, scaler=accelerator.scaler, **options)
+    pipeline = ddp.attach(model, optimizer.optimizer, **options | {"scaler": accelerator.scaler})
     saved = _SavedPipeline(accelerator, model, pipeline)
     accelerator.register_save_state_pre_hook(saved.begin_saving)
     accelerator.register_load_state_pre_hook(saved.begin_loading)

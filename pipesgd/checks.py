@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipesgd.errors import UserInputError
 
@@ -77,6 +78,18 @@ def refuse(*combinations: tuple[object, str]) -> None:
     for given, message in combinations:
         if given:
             raise UserInputError(message)
+
+
+def check_left_out(options: Mapping[str, Any], in_the_loop: Mapping[str, str]) -> None:
+    """Raise ``UserInputError`` for the first of ``options`` that a loop which is not pipesgd's has itself.
+
+    ``in_the_loop`` says of each such option what the loop has in its place. None and False count as left out.
+    """
+    for name, instead in in_the_loop.items():
+        value = options.get(name)
+        if value is not None and value is not False:
+            shown = value if isinstance(value, int | float | str) else type(value).__name__
+            raise UserInputError(f"{name} must be left out, since {instead}; got {shown}")
 
 
 def one_of(choices: Sequence[str]) -> str:

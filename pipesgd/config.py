@@ -357,7 +357,7 @@ class PipelineConfig:
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous; auto chooses from
     1 to 3 (see --cluster)."""
     warmup_iterations: int = option(0, read_by=PIPELINED)
-    """Iterations at the start of the run that use width 1."""
+    """Iterations at the start of the run that use width 1; refused with --width 1, unless there are --local-steps."""
     prediction: str = option("eager", choices=PREDICTIONS, read_by=PIPELINED)
     """Weight prediction, which puts an estimate in place of the gradients in flight: local (this rank's own gradients),
     eager (the same, corrected by their past errors and extrapolated further the less they agree with the means), or
@@ -384,7 +384,8 @@ class PipelineConfig:
     has fewer bytes, and between two exchanges of a weight are --local-steps times --fragments iterations. auto chooses
     the fewest of which each is exchanged while a window computes (see --cluster)."""
     guard: bool = option(False, read_by=PIPELINED)
-    """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness."""
+    """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness. Width 1
+    needs none."""
     allow_drift: bool = option(False, read_by=PIPELINED)
     """Train on processors that compute different bits, such as ARM with x86, which is refused by default: replicas
     drift apart by rounding errors, and get rank 0's weights at every evaluation and checkpoint."""
@@ -533,6 +534,8 @@ class PlanningConfig:
     auto: tuple[str, ...] = ()
     """Options from ``AUTO_OPTIONS`` still to be chosen, whose own fields hold defaults until then. This is not an
     option itself: on the command line, each of them has the value auto."""
+    chosen: tuple[str, ...] = field(default=(), compare=False)
+    """Options from ``AUTO_OPTIONS`` that were left to be chosen and have been. This is not an option itself, either."""
 
     def __post_init__(self) -> None:
         for name in self.auto:
@@ -617,6 +620,7 @@ class TrainConfig:
             check_buckets(pipeline.buckets, compression.codec)
             check_fragments(pipeline.fragments, compression.codec)
             check_reduce(pipeline.reduce, compression.codec, pipeline.all_reduce, self.run.device)
+            self._check_late()
         elif compression != CodecOptions():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
@@ -649,6 +653,20 @@ class TrainConfig:
             (replicas is not None and pipeline.allow_drift,
              f"check-replicas must be left out with --allow-drift, which lets replicas differ; got {replicas}"),
         )  # fmt: skip
+
+    def _check_late(self) -> None:
+        """Raise ``UserInputError`` for options about late gradients where the user has asked for width 1."""
+        pipeline = self.pipeline
+        if pipeline.width > 1 or "width" in (*self.planning.auto, *self.planning.chosen):
+            return
+        idle: dict[str, int] = {"guard": pipeline.guard}
+        if pipeline.local_steps == 1:  # else these are windows of one iteration
+            idle["warmup-iterations"] = pipeline.warmup_iterations
+        for name, value in idle.items():
+            if value:
+                raise UserInputError(
+                    f"{name} must be left out with --width 1, at which no gradient is late; got {value}"
+                )
 
     def _check_planning(self) -> None:
         """Raise ``UserInputError`` if the timing model is asked for something it does not cover."""
@@ -696,6 +714,7 @@ class TrainConfig:
         sections = (self.data, self.model, self.optimization, self.pipeline, self.compression, self.planning, self.run)
         options = options_of(*sections)
         auto = options.pop(AUTO)
+        del options["chosen"]
         return options | dict.fromkeys(auto, AUTO)
 
     def with_choices(self, choices: dict[str, Any]) -> TrainConfig:
@@ -706,7 +725,7 @@ class TrainConfig:
             self,
             pipeline=dataclasses.replace(self.pipeline, **fields),
             compression=dataclasses.replace(self.compression, **codec),
-            planning=dataclasses.replace(self.planning, auto=()),
+            planning=dataclasses.replace(self.planning, auto=(), chosen=(*self.planning.chosen, *self.planning.auto)),
         )
 
     @property

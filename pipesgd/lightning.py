@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from pipesgd.checks import check_version
+from pipesgd.checks import check_left_out, check_version
 from pipesgd.ddp.attached import Attached, attach
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
@@ -79,13 +79,14 @@ def make_strategy(module: str) -> type[Any]:
             pipeline_options: dict[str, Any] | None = None,
             **options: Any,
         ):
-            for name, instead in {
-                "clip_norm": "gradient_clip_val",
-                "clip_value": "gradient_clip_val",
-                "scaler": "precision",
-            }.items():
-                if name in (pipeline_options or {}):
-                    raise UserInputError(f"{name} must be left out of pipeline_options: the Trainer has {instead}")
+            check_left_out(
+                pipeline_options or {},
+                {
+                    "clip_norm": "the Trainer has gradient_clip_val",
+                    "clip_value": "the Trainer has gradient_clip_val",
+                    "scaler": "the Trainer has precision",
+                },
+            )
             if options.get("ddp_comm_hook") is not None:
                 raise UserInputError("ddp_comm_hook must be left out with strategy pipesgd, which has its own hook")
             super().__init__(*args, **options)
@@ -103,11 +104,12 @@ def make_strategy(module: str) -> type[Any]:
             [optimizer] = self.optimizers  # Lightning refuses several, unless optimization is manual
             clipped_by = "clip_value" if trainer.gradient_clip_algorithm == "value" else "clip_norm"
             clipping: dict[str, Any] = {clipped_by: trainer.gradient_clip_val or None}
+            if "local_steps" in self._pipeline_options:  # which need not know how the loop clips
+                clipping = {}
             self.pipeline = attach(
                 self.model,
                 optimizer,
-                scaler=getattr(self.precision_plugin, "scaler", None),
-                **clipping | self._pipeline_options,
+                **self._pipeline_options | clipping | {"scaler": getattr(self.precision_plugin, "scaler", None)},
             )
 
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
@@ -181,8 +183,7 @@ def make_fabric_strategy(module: str) -> type[Any]:
             pipeline_options: dict[str, Any] | None = None,
             **options: Any,
         ):
-            if "scaler" in (pipeline_options or {}):
-                raise UserInputError("scaler must be left out of pipeline_options: Fabric has precision")
+            check_left_out(pipeline_options or {}, {"scaler": "Fabric has precision"})
             super().__init__(*args, **options)
             self._pipeline_options = {"width": width, "codec": codec} | (pipeline_options or {})
             self.pipeline: Attached | None = None
@@ -195,8 +196,8 @@ def make_fabric_strategy(module: str) -> type[Any]:
                     f"got {len(optimizers)} optimizers{' in another call' if self.pipeline is not None else ''}"
                 )
             module = self.setup_module(module)
-            scaler = getattr(self.precision, "scaler", None)
-            self.pipeline = attach(module, optimizers[0], scaler=scaler, **self._pipeline_options)
+            options = self._pipeline_options | {"scaler": getattr(self.precision, "scaler", None)}
+            self.pipeline = attach(module, optimizers[0], **options)
             return module, optimizers, *others
 
         def setup_optimizer(self, optimizer: Any) -> Any:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from pipesgd.checks import check_one_of
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.config import BUFFERS
-from pipesgd.errors import ReplicasDivergedError
-from pipesgd.flat_buffer import FlatBuffer, take_mean
+from pipesgd.errors import ReplicasDivergedError, named, warn
+from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, take_mean
 from pipesgd.ranks import Ranks
 from pipesgd.shards import local
 
@@ -42,10 +42,11 @@ def sum_buffer(buffer: FlatBuffer, all_reduce: AllReduce) -> None:
         all_reduce(flat)
 
 
-def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_over_ranks: SumOverRanks) -> None:
+def combine_buffers(model: nn.Module, how: str, ranks: Ranks, sum_over_ranks: SumOverRanks) -> None:
     """Set floating-point buffers to their "average" over ranks or to the values of "rank-0", or leave their "own".
 
     Collective. ``how`` is one of the three. Other buffers stay as they are, as do 8-bit floats, which cannot be added.
+    Ranks whose buffers hold a NaN or an infinity are left out of the average, with a warning on rank 0, unless all do.
 
     Raises:
         UserInputError: ``how`` is something else.
@@ -55,12 +56,24 @@ def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_
         return
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.itemsize > 1]
     flat = FlatBuffer(buffers)
-    if how == "average" or rank == 0:  # the others' zeros add nothing to rank 0's
+    if how == "average" or ranks.rank == 0:  # the others' zeros add nothing to rank 0's
         flat.fill_from(buffers)
     sum_over_ranks(flat)
     if how == "average":
+        count = ranks.world_size
+        if not all_finite(flat):  # on all ranks alike
+            finite = ranks.all_gather_object("finite buffers", are_finite(buffers), close_by=True)
+            others = [ranks.number(rank) for rank, own in enumerate(finite) if not own]
+            if 0 < len(others) < count:
+                flat, count = FlatBuffer(buffers), count - len(others)
+                if finite[ranks.rank]:
+                    flat.fill_from(buffers)
+                sum_over_ranks(flat)
+            if others and ranks.rank == 0:
+                rest = "they are left out of the average" if any(finite) else "their average is not, either"
+                warn(f"buffers of {named(others)} are not finite: {rest}")
         for part in flat.flats:
-            take_mean(part, world_size)
+            take_mean(part, count)
     flat.copy_to(buffers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipesgd.checks import check_version
+from pipesgd.checks import check_left_out, check_version
 from pipesgd.ddp.attached import Attached, attach
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
@@ -37,9 +37,7 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
     """
 
     def __init__(self, trainer: Any, *, width: int = 2, codec: Any = "fp32", **options: Any):
-        for name, instead in {"clip_norm": "max_grad_norm", "scaler": "fp16"}.items():
-            if name in options:
-                raise UserInputError(f"{name} must be left out: the Trainer has {instead}")
+        check_left_out(options, {"clip_norm": "the Trainer has max_grad_norm", "scaler": "the Trainer has fp16"})
         self._trainer = trainer
         self._options = {"width": width, "codec": codec} | options
         self.pipeline: Attached | None = None
@@ -53,12 +51,11 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
                 number of ranks than the one that saved the checkpoint.
             RunError: the checkpoint has no usable pipeline of this rank.
         """
+        clipping = {} if "local_steps" in self._options else {"clip_norm": args.max_grad_norm or None}
         self.pipeline = attach(
             self._trainer.model_wrapped,
             optimizer.optimizer,
-            scaler=self._trainer.accelerator.scaler,
-            clip_norm=args.max_grad_norm or None,
-            **self._options,
+            **self._options | clipping | {"scaler": self._trainer.accelerator.scaler},
         )
         if state.global_step:
             self._file(args, state).load(self.pipeline, state.global_step)

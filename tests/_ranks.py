@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from conftest import REPOSITORY
 
+from experiments.forked_ranks import _environment as torchrun_environment
 from pipesgd.ranks import Ranks, Standing
 
 TIMEOUT = 20.0
@@ -116,10 +118,70 @@ def run_module(
             process.join(deadline)
         finally:
             process.kill()
-        stdout, stderr = (Path(printed, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+        stdout, stderr = _said(printed)
         if process.exitcode is None:
             raise RankFailed(f"{module} did not end within {deadline} s; it said:\n{stdout}{stderr}")
         return subprocess.CompletedProcess([module, *words], process.exitcode, stdout, stderr)
+
+
+def start_module(module: str, *words: str, folder: Path, printed: Path) -> BaseProcess:
+    """Start ``python -m module words`` in ``folder`` in a session of its own, in a process as of ``run_module``.
+
+    What it prints goes to the files, or named pipes, "stdout" and "stderr" in the folder ``printed``.
+    """
+    arguments = (module, words, folder, dict(os.environ), str(printed))
+    process = _CONTEXT.Process(target=_session_main, args=arguments)
+    process.start()
+    return process
+
+
+def _session_main(*arguments: Any) -> None:
+    os.setsid()
+    _module_main(*arguments)
+
+
+def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float = 120.0) -> str:
+    """Run a program in ``folder`` on ranks with torchrun's environment, in processes that need not import torch first.
+
+    Returns what they have printed.
+
+    Raises:
+        RankFailed: a rank failed, or did not end within the deadline.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent holds one
+    with tempfile.TemporaryDirectory() as printed:
+        processes = []
+        for rank in range(world_size):
+            environment = {**os.environ, **torchrun_environment(rank, world_size, store.port, attempt=0)}
+            process = _CONTEXT.Process(target=_rank_of_program_main, args=(program, folder, environment, printed))
+            process.start()
+            processes.append(process)
+        end = time.monotonic() + deadline
+        try:
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+        finally:
+            for process in processes:
+                process.kill()
+        stdout, stderr = _said(printed)
+        codes = [process.exitcode for process in processes]
+        if any(code != 0 for code in codes):
+            raise RankFailed(f"{program.name}: ranks ended with {codes}; they said:\n{stdout}{stderr}")
+        return stdout
+
+
+def _rank_of_program_main(program: Path, folder: Path, environment: Mapping[str, str], printed: str) -> None:
+    for name in list(sys.modules):  # anew, so that a module that the program forgets to import is missing
+        if name.partition(".")[0] in ("pipesgd", "timing_model"):
+            del sys.modules[name]
+    sys.path.insert(0, str(program.parent))
+    _module_main(program.stem, (), folder, environment, printed)
+
+
+def _said(printed: str) -> tuple[str, str]:
+    """Return what the processes of a folder have printed, on each stream."""
+    stdout, stderr = (Path(printed, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    return stdout, stderr
 
 
 def _module_main(module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], printed: str) -> None:

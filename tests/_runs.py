@@ -10,20 +10,25 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _ranks import TIMEOUT, run_module, run_ranks
+from _ranks import TIMEOUT, run_as_ranks, run_module, run_ranks
 from conftest import REPOSITORY
 
+from experiments import timed_configurations
 from experiments.command import torchrun
+from pipesgd.calibrate import calibrate
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks, Standing
 from pipesgd.run.console import screen
 from pipesgd.run.output import TAKEN
 from pipesgd.train import train
+
+EXAMPLES = REPOSITORY / "examples"
 
 
 def train_as_a_rank(ranks: Ranks, words: list[str], restart_count: int = 0) -> tuple[str, str, str]:
@@ -56,6 +61,22 @@ def train_each_as_a_rank(ranks: Ranks, runs: dict[str, list[str]]) -> dict[str, 
         errors[name], _, _ = train_as_a_rank(own, words)
         own.leave()
     return errors
+
+
+def train_on_forked_ranks(words: list[str], world_size: int) -> str | None:
+    """Train on forked ranks instead of those of ``run_training``; return the error of rank 0, if there is one."""
+    errors = [error for error, _, _ in run_ranks(world_size, train_as_a_rank, words, process_group=False)]
+    return errors[0] or None
+
+
+def run_job_on_forked_ranks(testbed: object, words: Sequence[str], log: Path, *, deadline: float) -> None:
+    """Do a job of experiments that ``run_job`` would do on a testbed of two nodes; a failure is raised."""
+    run_ranks(2, _do_job, words[1], list(words[2:]), process_group=False)
+
+
+def _do_job(ranks: Ranks, module: str, words: list[str]) -> None:
+    jobs = {"pipesgd.calibrate": calibrate, "experiments.timed_configurations": timed_configurations.main}
+    jobs[module](words, ranks, screen(ranks, io.StringIO()))
 
 
 def run(world_size: int, words: str, output: Path, restart_count: int = 0) -> list[tuple[str, str, str]]:
@@ -95,7 +116,7 @@ def succeed_in(folder: Path, world_size: int, words: str, output: Path) -> dict[
 
 def program_of(name: str) -> str:
     """Return the code of a program of examples/, as pages show it: without its docstring and future imports."""
-    program = (REPOSITORY / "examples" / name).read_text(encoding="utf-8")
+    program = (EXAMPLES / name).read_text(encoding="utf-8")
     return program.partition('"""\n\n')[2].partition("\n")[2].lstrip("\n")
 
 
@@ -111,9 +132,16 @@ def command_in(text: str) -> list[str]:
     return shlex.split(found[1].replace("\\\n", " "))
 
 
+def succeed_as_told(text: str, output: Path) -> dict[str, Any]:
+    """Run the first command of a page or a docstring in examples/, in forked ranks; return its summary."""
+    words = command_in(text)
+    start = words.index("pipesgd.train") + 1
+    return succeed_in(EXAMPLES, int(words[1]), shlex.join(words[start:]), output)
+
+
 def run_words(words: list[str], **environment: str) -> str:
     """Run torchrun with ``words`` in examples/; return what it printed."""
-    return _run_torchrun(words, REPOSITORY / "examples", environment={**os.environ, **environment})
+    return _run_torchrun(words, EXAMPLES, environment={**os.environ, **environment})
 
 
 def run_program(program: Path, folder: Path, *arguments: str, deadline: float = 120.0) -> str:
@@ -130,8 +158,8 @@ def _run_torchrun(words: list[str], folder: Path, **options: Any) -> str:
 
 
 def run_example(name: str, folder: Path) -> str:
-    """Run the program ``name`` of examples/ as ``run_program`` does."""
-    return run_program(REPOSITORY / "examples" / name, folder)
+    """Run the program ``name`` of examples/ on two ranks, in ``folder``; return what it printed."""
+    return run_as_ranks(2, EXAMPLES / name, folder)
 
 
 def run_scenario(program: Path, scenario: str, folder: Path) -> list[Any]:

@@ -13,9 +13,18 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.reducers.make import _compile
 
+IMPORTS = (
+    *("_runs", "_small_problem"),  # and with them pytest and hypothesis
+    "sklearn.datasets",  # of ranks that train on digits
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),  # of islands
+    "torch.distributed.launcher.api",  # of torchrun
+    "matplotlib.figure",
+)
+"""Modules that many ranks, or other processes that are forked, would otherwise import one by one."""
+
 sys.path.append(str(Path(__file__).resolve().parent))  # the fork server knows the repository alone
 import_all()
-for name in ("_runs", "_small_problem", "matplotlib.figure"):  # and with them pytest and hypothesis
+for name in IMPORTS:
     importlib.import_module(name)
 parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
 for codec in DENSE_CODECS:

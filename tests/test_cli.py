@@ -123,6 +123,11 @@ from timing_model.schedules import ALL_REDUCES
             "--outer nesterov --guard",
             "guard must be left out with --outer, since it judges averaged gradients; got True",
         ),
+        ("--width 1 --guard", "guard must be left out with --width 1, at which no gradient is late; got True"),
+        (
+            "--width 1 --warmup-iterations 5",
+            "warmup-iterations must be left out with --width 1, at which no gradient is late; got 5",
+        ),
         ("--local-steps 2 --outer-momentum 0.5", "outer-momentum must be left out with --outer average; got 0.5"),
         ("--local-steps 2 --outer elastic --moving-rate 1.01", "moving-rate must be at most 1; got 1.01"),
         (
@@ -543,7 +548,7 @@ def test_the_text_of_an_option_is_broken_only_where_the_line_is_full(
         parse_as(kind, command, ["--help-all"])
     for item in dataclasses.fields(kind):
         texts = help_texts(type(getattr(kind(), item.name)))
-        names = [name for name in texts if name != "auto"]  # no option
+        names = [name for name in texts if name not in ("auto", "chosen")]  # no options
         assert names
         for name in names:
             assert texts[name][:200] in str(caught.value), name  # the source has at most 116 in a line

@@ -426,6 +426,34 @@ def test_options_from_before_an_interrupted_step_do_not_come_back() -> None:
         assert rates == pytest.approx([0.05 * 0.9**number for number in (0, 1, 2, 0, 1, 2, 3)])
 
 
+def _refused_in_an_iteration(ranks: Ranks, options: dict[str, Any]) -> list[str]:
+    """Load a state that is refused between a backward pass and its step, or do not; return hashes of the weights."""
+    keywords = {"broadcast_buffers": False}
+    _, other = start(DistributedDataParallel(make_model(), **keywords), codec="int8", **options)
+    state = other.state_dict()
+    other.close()
+    hashes = []
+    for loads in (False, True):
+        ddp_model = DistributedDataParallel(make_model(), **keywords)
+        optimizer, pipeline = start(ddp_model, **options)
+        for number, (inputs, targets) in enumerate(batches(ranks.rank, ranks.world_size)):
+            optimizer.zero_grad()
+            cross_entropy(ddp_model(inputs), targets).backward()
+            if loads and number == 3:
+                with pytest.raises(UserInputError, match="codec must be int8"):
+                    pipeline.load_state_dict(state)
+            optimizer.step()
+        pipeline.close()
+        hashes.append(weights_sha256(ddp_model.module))
+    return hashes
+
+
+@pytest.mark.parametrize("options", [{}, {"local_steps": 2}])
+def test_a_state_that_is_refused_leaves_the_present_iteration_as_it_is(options: dict[str, Any]) -> None:
+    for without, refused in run_ranks(2, _refused_in_an_iteration, options):
+        assert refused == without
+
+
 def derived(ranks: Ranks, options: dict[str, Any]) -> tuple[Weights, Weights]:
     return by_attached(ranks, "sgd", **options), by_attached(ranks, "derived", **options)
 
@@ -520,7 +548,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "hook, compressed": "ddp_model must have no communication hook; got one with allreduce_hook",
             "part": "optimizer must hold all parameters of ddp_model that require a gradient; got one without "
             "first.weight (8 of 10 are missing)",
-            "guard": "guard must be left out: a loop with DistributedDataParallel has its own steps",
+            "guard": "guard must be left out, since a loop with DistributedDataParallel has its own steps; got True",
             "buffers of local steps": "ddp_model must be made with broadcast_buffers=False for local steps: its "
             "buffers would be sent in every forward pass",
             "search of local steps": "ddp_model must be made without find_unused_parameters=True for local steps: the "
@@ -528,12 +556,11 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "statistics of local steps": "ddp_model must be made without SyncBatchNorm for local steps: its statistics "
             "would be sent in every forward pass",
             "guard of local steps": "guard must be left out with local steps; got True",
-            "clipping of local steps": "clip_norm must be left out with local_steps, whose gradients the loop clips "
-            "itself; got 1.0",
+            "clipping of local steps": "clip_norm must be left out, since the loop clips its gradients itself; got 1.0",
             "mesh of local steps": "mesh must be left out with local steps; got 'a mesh'",
-            "mesh": "mesh must be left out: a loop with DistributedDataParallel has its own ranks",
+            "mesh": "mesh must be left out, since a loop with DistributedDataParallel has its own ranks; got a mesh",
             "buckets of local steps": "buckets must be left out with local steps; got 2",
-            "buckets": "buckets must be left out: a loop with DistributedDataParallel has its own buckets",
+            "buckets": "buckets must be left out, since a loop with DistributedDataParallel has its own buckets; got 2",
             "reduce": "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole "
             "gradients; got rows",
             "topk": f"codec must be one of {', '.join(DENSE_CODECS)}, module:function; got 'topk'",

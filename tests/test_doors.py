@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import pipesgd.accelerate
-from pipesgd.checks import check_version
+from pipesgd.checks import check_left_out, check_version
 from pipesgd.errors import UserInputError
 
 OPTIONAL = ("pytorch_lightning", "lightning", "accelerate", "transformers", "datasets", "matplotlib")
@@ -41,6 +41,14 @@ def test_a_door_into_an_absent_package_says_how_to_install_it(absence: str, door
     assert done.stderr.splitlines()[-1] == f"pipesgd.errors.UserInputError: {message}"
 
 
+@pytest.mark.parametrize(("value", "shown"), [(True, "True"), (0, "0"), ("fp16", "fp16"), (run, "function")])
+def test_what_a_loop_has_itself_is_refused_in_one_line(value: object, shown: str) -> None:
+    in_the_loop = {"scaler": "the loop has its own", "clip_norm": "the loop clips"}
+    check_left_out({"scaler": None, "clip_norm": False, "width": value}, in_the_loop)
+    with pytest.raises(UserInputError, match=f"^clip_norm must be left out, since the loop clips; got {shown}$"):
+        check_left_out({"width": 2, "clip_norm": value}, in_the_loop)
+
+
 def test_a_package_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"accelerate": "1.9.2"}
     monkeypatch.setattr("importlib.metadata.version", versions.get)
@@ -51,6 +59,12 @@ def test_a_package_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.Mo
     for enough in ("1.15", "1.15.0rc1", "1.15.3", "2.0.dev0"):
         versions["accelerate"] = enough
         check_version("accelerate", "1.15", "pipesgd.accelerate")
+
+
+def test_what_an_accelerator_has_is_refused_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.15")
+    with pytest.raises(UserInputError, match=r"^scaler must be left out, since the Accelerator has its own; got fp16$"):
+        pipesgd.accelerate.attach(None, None, None, scaler="fp16")
 
 
 @pytest.mark.slow

@@ -55,8 +55,6 @@ EXCEPTIONS = {
     "tests/timing_model/test_cli.py": "tests the former values of an option",
     "CHANGELOG.md": "names the former values of an option",
     "experiments/bench_timing_model.py": "has the name of a row of a result",
-    "docs/tutorial.md": "shows what commands printed when they were measured",
-    "docs/reliability.md": "shows what commands printed when they were measured",
 }
 """Files that may hold refused words, and the reason."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import run_ranks
-from _runs import command_in, program_of, run_in, shown_programs, succeed_in, summary
+from _runs import EXAMPLES, command_in, program_of, run_in, shown_programs, succeed_as_told, succeed_in, summary
 from conftest import REPOSITORY
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -260,9 +259,8 @@ def test_the_programs_of_the_page_are_the_examples() -> None:
 
 @pytest.mark.parametrize("name", ["own_codec.py", "own_all_reduce.py"])
 def test_the_examples_learn(name: str, tmp_path: Path) -> None:
-    words = command_in((REPOSITORY / "examples" / name).read_text(encoding="utf-8"))
-    assert " ".join(words) in (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
-    start = words.index("pipesgd.train") + 1
-    found = succeed_in(REPOSITORY / "examples", int(words[1]), shlex.join(words[start:]), tmp_path / "run")
+    program = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert " ".join(command_in(program)) in (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
+    found = succeed_as_told(program, tmp_path / "run")
     assert found["final"]["test_accuracy"] > 0.9
     assert found["replicas_identical"]

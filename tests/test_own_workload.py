@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from _ranks import run_ranks
-from _runs import command_in, program_of, run_in, run_words, shown_programs, succeed_in, summary
+from _runs import command_in, program_of, run_in, run_words, shown_programs, succeed_as_told, succeed_in, summary
 from conftest import REPOSITORY
 
 from pipesgd.calibrate import calibrate
@@ -292,12 +292,10 @@ def test_a_workload_of_ones_own_is_calibrated_and_planned(tmp_path: Path, folder
 
 def test_the_program_of_the_page_is_the_example_and_runs(tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "own_model.md").read_text(encoding="utf-8")
-    words = command_in(page)
     program = (REPOSITORY / "examples" / "own_model.py").read_text(encoding="utf-8")
     assert shown_programs(page) == [program_of("own_model.py")]
-    assert words == command_in(program)
-    run_words([*words, "--output", str(tmp_path / "run")])
-    final = summary(tmp_path / "run")["final"]
+    assert command_in(page) == command_in(program)
+    final = succeed_as_told(page, tmp_path / "run")["final"]
     assert final["test_accuracy"] > 0.95
     assert final["test_loss"] < 0.1
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import io
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -37,6 +40,7 @@ from pipesgd.pipeline.prediction import Prediction
 from pipesgd.ranks import Ranks
 from pipesgd.run.evaluation import evaluate, mean, sums
 from pipesgd.run.forward_backward import forward_backward
+from pipesgd.run.metrics import IterationMetrics
 from pipesgd.strategy import Strategy
 
 pytestmark = pytest.mark.slow
@@ -85,13 +89,15 @@ def test_the_loop_in_the_documentation_runs_as_it_stands(tmp_path: Path, monkeyp
 
 
 def test_the_documentation_names_tests_that_exist() -> None:
-    """A test with a file's name before it is in that file, any other in this one."""
-    text = DOCUMENTATION.read_text(encoding="utf-8")
-    named = re.findall(r"(?:`([\w/]+\.py)`:\s+)?`(test_\w+)`", text)
-    assert len(named) > 30
-    for file, name in named:
-        source = (Path(__file__).parent / (file or Path(__file__).name)).read_text(encoding="utf-8")
-        assert f"def {name}(" in source, (file, name)
+    """A page names a test by its function alone; some fields of metrics have such names, too."""
+    folder = Path(__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in folder.rglob("test_*.py")]
+    defined = {name for source in sources for name in re.findall(r"^def (test_\w+)\(", source, re.MULTILINE)}
+    pages = {path.name: path.read_text(encoding="utf-8") for path in DOCUMENTATION.parent.glob("*.md")}
+    named = {(page, name) for page, text in pages.items() for name in re.findall(r"`(test_\w+)`", text)}
+    assert sum(page == DOCUMENTATION.name for page, _ in named) > 100
+    defined |= {item.name for item in dataclasses.fields(IterationMetrics)}
+    assert sorted((page, name) for page, name in named if name not in defined) == []
 
 
 # ---- Accumulation
@@ -223,6 +229,34 @@ def test_buffers_are_averaged_or_rank_0s_or_stay(strategy: str) -> None:
         assert average == ([2.0, 20.0], 4 + rank)
         assert rank_0 == ([1.0, 10.0], 4 + rank)
         assert own == ([1.0 + rank, 10.0 + 10 * rank], 4 + rank)
+
+
+def _combine_not_finite(ranks: Ranks, strategy: str) -> list[tuple[list[float], str]]:
+    """Average statistics that are not finite on rank 2, and then those that are finite on no rank."""
+    model = nn.BatchNorm1d(2)
+    made = make(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1), ranks)
+    results = []
+    for poisoned in ([2], [0, 1, 2]):
+        model.running_mean.copy_(torch.tensor([1.0, 10.0]) * (ranks.rank + 1))
+        if ranks.rank in poisoned:
+            model.running_mean[0] = torch.nan
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            made.combine_buffers("average")
+        results.append((model.running_mean.tolist(), said.getvalue()))
+    made.flush()
+    made.close()
+    return results
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_buffers_that_are_not_finite_are_left_out_of_the_average(strategy: str) -> None:
+    """Statistics of one rank's batch with a NaN, whose gradient is skipped, used to reach all ranks."""
+    for rank, (some, every) in enumerate(run_ranks(3, _combine_not_finite, strategy)):
+        warning = "warning: buffers of rank 2 are not finite: they are left out of the average\n"
+        assert some == ([1.5, 15.0], "" if rank else warning)
+        assert math.isnan(every[0][0])
+        assert every[0][1] == 20.0
+        assert ("ranks 0, 1, 2 are not finite: their average is not, either" in every[1]) == (rank == 0)
 
 
 def _evaluate(ranks: Ranks, strategy: str) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,50 +17,48 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _ranks import start_module
 from _runs import succeed
 from _waiting import wait_until
 from conftest import REPOSITORY
 from PIL import Image
 
+from experiments.command import torchrun
 from pipesgd.config import DataConfig
 
 pytestmark = pytest.mark.slow
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LONG = "--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations 20"
 """Options of a run that is longer than any test, and that a test must end."""
 
 
 class Job:
-    """A torchrun with its ranks; what it prints is read as it comes."""
+    """A torchrun, which need not import torch again, with its ranks, which do; what it prints is read as it comes."""
 
     def __init__(self, folder: Path, words: str, *, ranks: int = 3, torchrun: str = ""):
         self.output = folder / "run"
         self.lines: list[str] = []
         self._grown = threading.Condition()
         self._ended = False
-        self.process = subprocess.Popen(
-            [
-                *TORCHRUN,
-                *["--nproc-per-node", str(ranks), *torchrun.split()],
-                *["-m", "pipesgd.train", *words.split(), "--output", str(self.output)],
-            ],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        printed = Path(tempfile.mkdtemp(dir=folder))
+        os.mkfifo(printed / "stdout")
+        (printed / "stderr").hardlink_to(printed / "stdout")
+        self._reader = threading.Thread(target=self._read, args=(printed / "stdout",), daemon=True)
         self._reader.start()
+        self.process = start_module(
+            "torch.distributed.run",
+            *["--nproc-per-node", str(ranks), *torchrun.split()],
+            *["-m", "pipesgd.train", *words.split(), "--output", str(self.output)],
+            folder=folder,
+            printed=printed,
+        )
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._grown:
-                self.lines.append(line.rstrip())
-                self._grown.notify_all()
+    def _read(self, pipe: Path) -> None:
+        with pipe.open(encoding="utf-8") as file:
+            for line in file:
+                with self._grown:
+                    self.lines.append(line.rstrip())
+                    self._grown.notify_all()
         with self._grown:
             self._ended = True
             self._grown.notify_all()
@@ -76,10 +75,16 @@ class Job:
         assert line is not None, self.lines
         return line
 
+    @property
+    def pid(self) -> int:
+        """Return the number of torchrun's process."""
+        assert self.process.pid is not None
+        return self.process.pid
+
     def rank_pids(self) -> dict[int, int]:
         """Return the process of every rank: the children of torchrun that have a RANK."""
         found = {}
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
             for pid in (task / "children").read_text().split():
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 ranks = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
@@ -88,9 +93,10 @@ class Job:
 
     def finish(self, timeout: float = 60.0) -> int:
         """Wait for the end and return the exit code; ``lines`` then has all that was printed."""
-        code = self.process.wait(timeout)
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, self.lines
         self._reader.join(10)
-        return code
+        return self.process.exitcode
 
 
 @pytest.fixture
@@ -104,11 +110,9 @@ def job(tmp_path: Path) -> Iterator[Any]:
     yield start
     for one in jobs:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.process.pid, signal.SIGKILL)  # its own session: only torchrun and the ranks
-        one.process.wait(10)
-        assert one.process.stdout is not None
+            os.killpg(one.pid, signal.SIGKILL)  # its own session: only torchrun and the ranks
+        one.process.join(10)
         one._reader.join(10)
-        one.process.stdout.close()
 
 
 def errors_of(job: Job) -> list[str]:
@@ -227,7 +231,7 @@ def test_a_store_that_hangs_ends_all_ranks_within_the_deadline(job: Any) -> None
     running = job(f"{LONG} --timeout 3", ranks=2)
     wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
     pids = list(running.rank_pids().values())
-    running.process.send_signal(signal.SIGSTOP)  # torchrun's agent holds the store
+    os.kill(running.pid, signal.SIGSTOP)  # torchrun's agent holds the store
     begin = time.monotonic()
     running.wait_for("rank 0's machine) has not answered within 3 s")
     assert time.monotonic() - begin < 15
@@ -236,7 +240,7 @@ def test_a_store_that_hangs_ends_all_ranks_within_the_deadline(job: Any) -> None
 
 
 def interrupt(job: Job) -> None:
-    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to torchrun and all its ranks
+    os.killpg(job.pid, signal.SIGINT)  # as a terminal does: to torchrun and all its ranks
 
 
 def terminate(job: Job) -> None:
@@ -268,7 +272,6 @@ def test_a_signal_writes_a_checkpoint_on_all_ranks_and_says_one_line(
     ("words", "message"),
     [
         ("--width 0", "error: width must be at least 1; got 0"),
-        ("--dataset images", "error: images must be in the folder --data-dir"),
         (
             "--codec int8 --codec-block 1872 --rate-limit 1mbit",
             "error: codec-block must encode to at most 1875 bytes, a message's at this rate-limit; got 1872 values",
@@ -295,7 +298,7 @@ def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
     # One write a rank, so that the ranks' lines cannot mix.
     (tmp_path / "loop.py").write_text(loop + "\nprint(f'loss {loss.item()}\\n', end='', flush=True)\n")
     done = subprocess.run(
-        [*TORCHRUN, "--nproc-per-node", "2", "loop.py"],
+        torchrun(2, "loop.py"),
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -16,8 +16,7 @@ import pytest
 import torch
 from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
-from _runs import command_in, run, succeed, succeed_in, summary, train_as_a_rank
-from conftest import REPOSITORY
+from _runs import EXAMPLES, run, succeed, succeed_as_told, summary, train_as_a_rank
 
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
@@ -205,10 +204,7 @@ def test_linear_layers_exchanged_by_factors_train_and_resume_by_fewer_bytes(tmp_
 
 
 def test_an_example_with_a_large_embedding_sends_its_few_rows(tmp_path: Path) -> None:
-    examples = REPOSITORY / "examples"
-    words = command_in((examples / "hashed_words.py").read_text(encoding="utf-8"))
-    start = words.index("pipesgd.train") + 1
-    found = succeed_in(examples, int(words[1]), shlex.join(words[start:]), tmp_path / "run")
+    found = succeed_as_told((EXAMPLES / "hashed_words.py").read_text(encoding="utf-8"), tmp_path / "run")
     assert found["final"]["test_accuracy"] > 0.9
     assert found["replicas_identical"]
     others = 4 * (16 * 2 + 2)  # of two ranks, each sends half of them twice

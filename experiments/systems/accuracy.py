@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import shlex
-import subprocess
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -24,12 +23,12 @@ from rich.console import Console
 from experiments import command, simulated_runs
 from experiments.contenders import NEVER
 from experiments.kept_runs import KeptRuns
-from experiments.results import REPOSITORY, code_state
+from experiments.results import code_state
 from experiments.simulated_runs import Run
 from experiments.systems import hogwild
 from experiments.systems.catalogue import HOGWILD, NAME
 from experiments.systems.workloads import Workload
-from experiments.testbed_jobs import last_words
+from experiments.testbed_jobs import run_training
 from pipesgd.cli import parse as parse_training
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.config import PipelineConfig, TrainConfig
@@ -39,7 +38,6 @@ from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
 EVALUATIONS = 24
 """Most evaluations of a run, between two of which the crossing of a target is interpolated."""
-DEADLINE = 3600.0
 SIMULATED_FIELDS = (
     *("width", "prediction", "local_steps"),
     *("outer", "outer_lr", "outer_momentum", "moving_rate"),
@@ -168,24 +166,6 @@ def train(words: str, world_size: int) -> Trained:
         failure = run_training(own, world_size)
         points = read_points(folder) if failure is None else []
     return Trained(commit=commit, failure=failure, points=points)
-
-
-def run_training(words: Sequence[str], world_size: int) -> str | None:
-    """Run pipesgd.train on this machine; return the reason if it failed, else None."""
-    job = command.torchrun(world_size, "-m", "pipesgd.train", *words)
-    try:
-        done = subprocess.run(
-            job,
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"did not end within {DEADLINE:.0f} s"
-    return last_words(done.stdout) if done.returncode else None
 
 
 def train_own_program(words: str, world_size: int) -> Trained:

@@ -125,7 +125,7 @@ class Ddp(Strategy):
 
     def combine_buffers(self, how: str) -> None:
         """Set floating-point buffers to their average over ranks or to rank 0's values, or leave them. Collective."""
-        combine_buffers(self._model, how, self._ranks.rank, self._ranks.world_size, self._sum_over_ranks)
+        combine_buffers(self._model, how, self._ranks, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iteration and the loss scale."""

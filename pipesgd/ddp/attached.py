@@ -15,7 +15,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.checks import check_one_of
+from pipesgd.checks import check_left_out, check_one_of
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import ON_NONFINITE
@@ -37,6 +37,12 @@ from pipesgd.pipeline.in_flight import InFlight
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.strategy import Span, StepReport
+
+IN_THE_LOOP = {
+    name: f"a loop with DistributedDataParallel has its own {own}"
+    for name, own in (("guard", "steps"), ("scaler", "steps"), ("buckets", "buckets"), ("mesh", "ranks"))
+}
+"""Options of ``Pipelined`` in whose place the loop has something of its own."""
 
 
 def attach(
@@ -122,9 +128,7 @@ class AttachedPipeline(Pipelined):
         on_nonfinite: str,
         **options: Any,
     ):
-        for name, own in (("guard", "steps"), ("scaler", "steps"), ("buckets", "buckets"), ("mesh", "ranks")):
-            if options.get(name):
-                raise UserInputError(f"{name} must be left out: a loop with DistributedDataParallel has its own {own}")
+        check_left_out(options, IN_THE_LOOP)
         if (reduce := options.get("reduce", "matrix")) != "matrix":
             raise UserInputError(
                 "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole gradients; "
@@ -174,18 +178,23 @@ class AttachedPipeline(Pipelined):
         self._settle("state_dict")
         return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; see ``Pipelined.load_state_dict``.
-
-        Raises:
-            UserInputError: ``state`` has more gradients in flight than a pipeline of this width, or is refused there.
-        """
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise what ``load_state_dict`` raises before it changes anything: see there."""
+        super().check_state(state)
         in_flight, width = len(state["in_flight"]), self._updates.width_after(state["iteration"])
         if in_flight >= width:  # each backward pass applies one, so that they would stay
             raise UserInputError(
                 f"width must be at least {in_flight + 1}, for the gradients in flight in the state that is loaded; "
                 f"got {width}"
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; see ``Pipelined.load_state_dict``.
+
+        Raises:
+            UserInputError: ``state`` has more gradients in flight than a pipeline of this width, or is refused there.
+        """
+        self.check_state(state)
         self._due = None
         self._copies.clear()
         options = [dict(group) for group in self._optimizer.param_groups]

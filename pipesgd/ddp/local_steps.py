@@ -12,6 +12,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from pipesgd.checks import check_left_out
 from pipesgd.ddp.hook import (
     LoopHooks,
     before_update,
@@ -55,12 +56,7 @@ class AttachedLocalSteps(LocalSteps):
         on_nonfinite: str,
         **options: Any,
     ):
-        for name in ("clip_norm", "clip_value"):
-            if options.get(name) is not None:
-                raise UserInputError(
-                    f"{name} must be left out with local_steps, whose gradients the loop clips itself; "
-                    f"got {options[name]}"
-                )
+        check_left_out(options, dict.fromkeys(("clip_norm", "clip_value"), "the loop clips its gradients itself"))
         check_model(ddp_model)
         _check_sends_nothing(ddp_model)
         check_all_held(ddp_model, optimizer)
@@ -96,6 +92,7 @@ class AttachedLocalSteps(LocalSteps):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; see ``LocalSteps.load_state_dict``."""
+        self.check_state(state)
         self._computed = False
         self._update.close()  # that of a step that was interrupted, which puts back the gradients from before it
         super().load_state_dict(state)

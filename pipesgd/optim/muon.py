@@ -52,7 +52,7 @@ class MuonWithAdamW(Optimizer):
 
     Muon scales its updates to the size of AdamW's, hence one learning rate. Its momentum is torch's default, Nesterov's
     of 0.95. Unlike the other optimizers' updates, its matrix products, in bfloat16, may round differently on another
-    processor or with another number of threads.
+    processor or with another number of threads, so ranks compare these at the start.
 
     Args:
         muon_parameters: matrices, at least one.

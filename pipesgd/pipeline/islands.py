@@ -82,8 +82,13 @@ class Replica:
         """Return the sums of ``numbers`` over the members."""
         return numbers
 
-    def finite_norm(self, finite: bool, norm: Callable[[], float], mean: Sequence[Tensor]) -> tuple[bool, float]:
-        """Return whether the whole mean is finite, and its norm, given these for this rank's part, ``mean``."""
+    def finite_norm(
+        self, finite: bool, norm: Callable[[], float], mean: Sequence[Tensor], agree: Callable[[Tensor], Tensor]
+    ) -> tuple[bool, float]:
+        """Return whether the whole mean is finite, and its norm, given these for this rank's part, ``mean``.
+
+        ``agree`` returns what is near a number on all ranks that hold this part: one with the same bits on all of them.
+        """
         return finite, norm()
 
     def gather_again(self) -> None:
@@ -145,7 +150,7 @@ class Island(Replica):
         share_rank_0s_values(nn.Module(), same, self._ranks.rank, self._in_main.sum)
 
     def combine_buffers(self, model: nn.Module, how: str) -> None:
-        combine_buffers(model, how, self._ranks.rank, self._ranks.world_size, self._in_main.sum)
+        combine_buffers(model, how, self._ranks, self._in_main.sum)
 
     def counted(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         if not gradients:  # none were kept
@@ -184,9 +189,11 @@ class Island(Replica):
     def add_up(self, numbers: Sequence[float]) -> Sequence[float]:
         return self._in_thread(numbers)
 
-    def finite_norm(self, finite: bool, norm: Callable[[], float], mean: Sequence[Tensor]) -> tuple[bool, float]:
+    def finite_norm(
+        self, finite: bool, norm: Callable[[], float], mean: Sequence[Tensor], agree: Callable[[Tensor], Tensor]
+    ) -> tuple[bool, float]:
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in self.counted(mean)]
-        own = torch.stack(norms).square().sum().item()
+        own = agree(torch.stack(norms).square().sum()).item()
         squares, not_finite = self._in_thread([own if finite else 0.0, float(not finite)])
         return not not_finite, math.sqrt(squares)
 

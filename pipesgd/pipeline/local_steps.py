@@ -58,7 +58,8 @@ from pipesgd.config import (
     check_width,
     moving_rate_for,
 )
-from pipesgd.errors import UserInputError
+from pipesgd.errors import RunError, UserInputError, named
+from pipesgd.flat_buffer import are_finite
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
 from pipesgd.optim.step import SynchronousUpdate, set_aside_gradients
@@ -364,6 +365,7 @@ class LocalSteps(Strategy):
             UserInputError: the strategy was closed, or parameters were frozen, unfrozen or added.
             CommunicationError: a rank was lost, or silent for longer than the timeout.
             OutOfStepError: another rank is in a different call or iteration.
+            RunError: the averaged state of the ranks' optimizers is not finite.
         """
         with self._noting_errors():
             self._pipeline.check_usable()
@@ -423,12 +425,8 @@ class LocalSteps(Strategy):
             "window": self._window.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
-
-        Raises:
-            UserInputError: ``state`` is of another number of fragments, another codec or another outer optimizer.
-        """
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise what ``load_state_dict`` raises before it changes anything: see there."""
         if (before := state["pipeline"]["buckets"]) != str(self._fragments):
             raise UserInputError(f"fragments must be {before}, as in the state that is loaded; got {self._fragments}")
         for name, value in state.get("settings", self._settings).items():  # earlier versions had none
@@ -437,6 +435,14 @@ class LocalSteps(Strategy):
                     f"{name} must be {value}, as in the state that is loaded; got {self._settings[name]}"
                 )
         self._pipeline.check_state(state["pipeline"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
+
+        Raises:
+            UserInputError: ``state`` is of another number of fragments, another codec or another outer optimizer.
+        """
+        self.check_state(state)
         self._error = None
         # Copies: torch's optimizers continue with the very tensors that they load.
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -495,6 +501,9 @@ class LocalSteps(Strategy):
         """Give all ranks the mean of the state of their optimizers.
 
         A parameter that this rank has not stepped with yet gets the state that a step with a gradient of zero makes.
+
+        Raises:
+            RunError: the mean is not finite, on every rank alike. Each rank keeps its own state.
         """
         iteration, begin = self.iteration - 1, time.perf_counter()
         state = self._optimizer.state
@@ -502,7 +511,16 @@ class LocalSteps(Strategy):
         with self._pipeline.whole(f"the averages that end with iteration {iteration}"):
             if new:
                 state.update(zip(new, state_of_a_zero_gradient(self._optimizer, new), strict=True))
-            nbytes = self._pipeline.average([state[of][name] for of, name in self._averaged])
+            averaged = [state[of][name] for of, name in self._averaged]
+            nbytes, finite = self._pipeline.average(averaged)
+            own_finite = [True] if finite else self._ranks.all_gather_object("finite states", are_finite(averaged))
+        if not finite:
+            culprits = [self._ranks.number(rank) for rank, own in enumerate(own_finite) if not own]
+            got = f"a NaN or an infinity from {named(culprits)}" if culprits else "finite ones, whose sum overflows"
+            raise RunError(
+                f"averaged states of optimizers must be finite; got {got}, after iteration {iteration}: lower --lr, or "
+                "use --clip-norm"
+            )
         end = time.perf_counter()
         spans = (Span("communication", iteration, begin, end), Span("wait", iteration, begin, end))
         return StepReport(spans=spans, wire_bytes=nbytes)

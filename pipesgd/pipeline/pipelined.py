@@ -38,6 +38,7 @@ from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, Use
 from pipesgd.flat_buffer import (
     BucketedBuffer,
     FlatBuffer,
+    all_finite,
     are_finite,
     give_gradients,
     make_dense,
@@ -58,7 +59,7 @@ from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.exchanges import Exchanges, pieces_of
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
-from pipesgd.pipeline.islands import replica_of
+from pipesgd.pipeline.islands import OF_WHOLE_MATRICES, replica_of
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
 from pipesgd.pipeline.sameness import (
     check_same_bits,
@@ -126,11 +127,11 @@ class Pipelined(Strategy):
         model: the module whose parameters ``optimizer`` updates, on one device.
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
-        warmup_iterations: first iterations that run at width 1.
+        warmup_iterations: first iterations that run at width 1. At width 1, all do.
         prediction: estimate of the gradients in flight: "eager", "local" or "none", or a class of predictions
             (``pipesgd.pipeline.prediction``).
         guard: whether to fall back to width 1 for a while, on all ranks, when gradients blow up
-            (``pipesgd.pipeline.divergence_guard``).
+            (``pipesgd.pipeline.divergence_guard``). At width 1 there is nothing to guard.
         clip_norm: largest norm of the averaged gradient; a larger one is scaled down when it is applied.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
         scaler: loss scaler for float16; neither its ``step`` nor its ``update`` may be called
@@ -289,7 +290,6 @@ class Pipelined(Strategy):
         self._closed = self._leaves_connections = False
         self._hooks: TrueWeightsHooks | None = None
         self._leaving = BackwardHooks([], self._leave)
-        multiplies = reduce in ("factors", "auto")
         self._settings = {
             "width": width,
             "warmup_iterations": warmup_iterations,
@@ -305,7 +305,6 @@ class Pipelined(Strategy):
             "rate_limit": rate_limit,
             "buckets": self._cut.into,
             "reduce": reduce,
-            "number of torch's threads": torch.get_num_threads() if multiplies and not allow_drift else None,
             "in_turns": in_turns,
             "seed": seed,
             "init_sync": init_sync,
@@ -321,8 +320,15 @@ class Pipelined(Strategy):
         if successor_of is None:
             self._check_same_on_all_ranks(self._cut)
             bits = [check_same_bits(of, optimizer, clip, allow_drift=allow_drift) for of in self.all_ranks]
-            if multiplies:
-                bits.append(check_same_products(self._ranks, device, allow_drift=allow_drift))
+            is_own = not type(optimizer).__module__.startswith("torch.optim")  # of which nothing else is known
+            multiplying = {
+                f"with reduce {reduce}": reduce in ("factors", "auto"),
+                f"with codec {options.codec}": options.codec == "powersgd",
+                f"with {type(optimizer).__name__}": is_own or isinstance(optimizer, OF_WHOLE_MATRICES),
+            }
+            alike = [(self._ranks, what) for what, multiplies in multiplying.items() if multiplies][:1]
+            alike += [(members, "in an island") for members in self._replica.members]
+            bits += [check_same_products(of, device, what, allow_drift=allow_drift) for of, what in alike]
             self.drifts = not all(bits)
         else:
             self.drifts = successor_of.drifts
@@ -333,24 +339,25 @@ class Pipelined(Strategy):
             "rate_limit": most_bytes,
             "device": device.type,
         }
-        connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
-        if connected is None:
-            connected = Connections(all_reduce, self._ranks, **wanted)
-        connected.begin_buckets(len(self._cut.indices))
-        self._summing = Summing(connected, self._replica, device)
+        self._summing = Summing(self._ranks, self._replica, device)
         try:
-            self._summing.start(options, reduce=reduce, seed=seed)
+            # Before an earlier pipeline leaves: the end of a rank's last watch tells the others that it has left.
+            self._summing.watch()
+            connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
+            if connected is None:
+                connected = Connections(all_reduce, self._ranks, **wanted)
+            self._summing.start(connected, options, buckets=len(self._cut.indices), reduce=reduce, seed=seed)
             if init_sync:
                 self._replica.share(model)
                 sum_over_ranks = functools.partial(self._sum_over_ranks, "Pipelined")
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, sum_over_ranks)
+            if self._updates.predicts:
+                self._hooks = TrueWeightsHooks(model, self._updates)
+            self._factor_hooks.follow(self._cut.exchanges.by_factors())
+            self._leaving = self._watch()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        if self._updates.predicts:
-            self._hooks = TrueWeightsHooks(model, self._updates)
-        self._factor_hooks.follow(self._cut.exchanges.by_factors())
-        self._leaving = self._watch()
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -515,18 +522,23 @@ class Pipelined(Strategy):
         self.check_usable()
         self._check_whole("combine_buffers")
         sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
-        combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
+        combine_buffers(self.module, how, self._ranks, sum_over_ranks)
         self._replica.combine_buffers(self.module, how)
 
-    def average(self, tensors: Sequence[Tensor]) -> int:
-        """Give all ranks the means of ``tensors`` over the ranks, and return the number of bytes sent. Collective."""
+    def average(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
+        """Give all ranks the means of ``tensors`` over the ranks, unless a mean is not finite. Collective.
+
+        Returns the number of bytes sent, and whether all means are finite, which all ranks find alike.
+        """
         buffer = FlatBuffer(tensors)
         buffer.fill_from(tensors)
         self._sum_over_ranks("step", buffer)
         for flat in buffer.flats:
             take_mean(flat, self._ranks.world_size)
-        buffer.copy_to(tensors)
-        return sum(self._summing.exact.wire_bytes(flat) for flat in buffer.flats)
+        finite = all_finite(buffer)
+        if finite:
+            buffer.copy_to(tensors)
+        return sum(self._summing.exact.wire_bytes(flat) for flat in buffer.flats), finite
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
@@ -552,8 +564,10 @@ class Pipelined(Strategy):
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ``UserInputError`` if ``state`` is of a pipeline with another codec, other buckets or another
-        ``reduce``."""
+        """Raise what ``load_state_dict`` raises before it changes anything: see there."""
+        self._summing.thread.check()
+        if self._half_done is None:
+            self._check_whole("load_state_dict")
         codec = self._codec_options.describe()
         for name, own, default in (
             ("codec", codec, codec),
@@ -574,9 +588,6 @@ class Pipelined(Strategy):
             UserInputError: ``state`` is of a pipeline with another codec, other buckets or another ``reduce``, or
                 buckets have left since the last step.
         """
-        self._summing.thread.check()
-        if self._half_done is None:
-            self._check_whole("load_state_dict")
         self.check_state(state)
         self._summing.thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
         if self._half_done is not None:

@@ -30,6 +30,8 @@ TRIAL_SIDE = 33
 TRIAL_STEPS, TRIAL_LR = 3, 0.1
 PRODUCT = (129, 257, 65)
 """Rows, columns and length of the sums of a product on trial: whole blocks of every library, and a remainder."""
+LOW_RANK = 4
+"""Columns of a matrix on trial whose columns are made orthonormal."""
 
 Prepare = Callable[[Sequence[Tensor]], None]
 """Function that changes gradients in place before the optimizer sees them: clipping."""
@@ -151,35 +153,48 @@ def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Pre
     raise DisagreementError(f"processors must compute the same bits on all ranks; got {got}: {remedy}")
 
 
-def check_same_products(ranks: Ranks, device: torch.device, *, allow_drift: bool) -> bool:
+def check_same_products(ranks: Ranks, device: torch.device, what: str, *, allow_drift: bool) -> bool:
     """Return whether products of matrices on all ranks have the same bits. Collective.
 
-    Ranks that exchange gradients by factors multiply what all have sent. Libraries choose how by the processor and
-    the number of threads.
+    Ranks that compute products of what all of them have must get the same ones. Libraries choose how to multiply by the
+    processor and, on a CPU, the number of threads, which no trial of a few sizes shows: so both are compared.
+
+    Args:
+        ranks: the ranks.
+        device: the device that multiplies.
+        what: where ranks multiply, for messages: "with codec powersgd".
+        allow_drift: whether products may differ.
 
     Raises:
         DisagreementError: they differ, and ``allow_drift`` is false; the message says on which ranks.
     """
-    found = ranks.all_gather_object("bits of a product", bits_of_a_product(device))
-    other = [ranks.number(rank) for rank, bits in enumerate(found) if bits != found[0]]
-    if other and not allow_drift:
-        raise DisagreementError(
-            "processors must multiply matrices to the same bits on all ranks with reduce factors or auto; got other "
-            f"bits on {named(other)} than on rank {ranks.number(0)}: use reduce matrix or rows"
-        )
-    return not other
+    if ranks.world_size == 1:
+        return True
+    threads = torch.get_num_threads() if device.type == "cpu" else None
+    found = ranks.all_gather_object("bits of a product", [bits_of_a_product(device), threads])
+    for rank, (bits, number) in enumerate(found):
+        if number != found[0][1] and not allow_drift:
+            said = _difference(ranks, f"number of torch's threads {what}", found[0][1], rank, number)
+            raise DisagreementError(f"{said}: set OMP_NUM_THREADS")
+        if bits != found[0][0] and not allow_drift:
+            raise DisagreementError(
+                f"processors must multiply matrices to the same bits on all ranks {what}; got other bits on rank "
+                f"{ranks.number(rank)} than on rank {ranks.number(0)}"
+            )
+    return all(one == found[0] for one in found)
 
 
 def bits_of_a_product(device: torch.device) -> str:
-    """Return the SHA-256 of sums of products of synthetic matrices."""
+    """Return the SHA-256 of sums of products of synthetic matrices, and of a QR decomposition (PowerSGD)."""
     rows, columns, count = PRODUCT
-    sums = []
+    found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         like = torch.empty(0, dtype=dtype, device=device)
         total = _values((rows, columns), 0, like)
         total.addmm_(_values((count, rows), 1, like).t(), _values((count, columns), 2, like))
-        sums.append(nn.Parameter(total))
-    return weights_sha256(nn.ParameterList(sums))
+        found.append(total)
+    found.append(torch.linalg.qr(found[0][:, :LOW_RANK]).Q)
+    return weights_sha256(nn.ParameterList(map(nn.Parameter, found)))
 
 
 def bits_of_updates(optimizer: torch.optim.Optimizer, prepare: Prepare) -> str:

@@ -17,6 +17,7 @@ from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, all_finite, finite_norm
 from pipesgd.pipeline.in_flight import Outgoing, Reduction
 from pipesgd.pipeline.islands import Replica
+from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import as_real, mean_over_ranks
 from pipesgd.reducers.factors import FactorsReducer
 from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
@@ -32,27 +33,40 @@ class Summing:
     ``start`` must be called once before any sum. Sums are computed in the order in which they are asked for.
 
     Args:
-        connections: connections to the ranks that have the same parameters.
+        ranks: the ranks that have the same parameters.
         replica: what the ranks that hold one replica of the model together have to add up among themselves.
         device: device of the gradients.
     """
 
-    def __init__(self, connections: Connections, replica: Replica, device: torch.device):
-        self.connections = connections
+    def __init__(self, ranks: Ranks, replica: Replica, device: torch.device):
+        self._ranks = ranks
         self._replica = replica
         self._device = device
+        self._connections: Connections | None = None
         self.thread = CommunicationThread(device)
         self._stop_watching: Callable[[], None] = lambda: None
 
-    def start(self, options: CodecOptions, *, reduce: str, seed: int) -> None:
-        """Make what sums: for whole gradients with the codec of these ``options``. Collective.
+    @property
+    def connections(self) -> Connections:
+        """Connections to the ranks; there are none before ``start``."""
+        assert self._connections is not None
+        return self._connections
+
+    def watch(self) -> None:
+        """End all waits when another rank is lost, from now until ``stop_watching``."""
+        self._stop_watching = self._ranks.watch(self.thread.fail)
+
+    def start(self, connections: Connections, options: CodecOptions, *, buckets: int, reduce: str, seed: int) -> None:
+        """Make what sums this number of ``buckets``: whole gradients with the codec of these ``options``. Collective.
+
+        The ``connections`` are closed with this.
 
         Raises:
             CommunicationError: a rank was lost.
             UserInputError: the codec cannot be made.
         """
-        # Watch before making the reducer, in which a rank may wait long for others that compile a codec.
-        self._stop_watching = self.connections.ranks.watch(self.thread.fail)
+        self._connections = connections
+        connections.begin_buckets(buckets)
         self._replica.connect()
         self.exact = self.connections.all_reduce()
         self.reducer = make_reducer(options, self.connections, device=self._device.type, seed=seed)
@@ -105,10 +119,11 @@ class Summing:
             # Parts arrive in another order on every rank.
             of_finite = sorted(norm for norm in outgoing.norms if norm is not None)
             own = functools.partial(math.hypot, *of_finite)
+            agree = self._agreed if agreed_norm else _as_it_is
             norm_of_mean = functools.partial(self._agreed_norm, outgoing.buffer) if agreed_norm else own
             self._replica.begin(outgoing.iteration)
             finite, norm = self._replica.finite_norm(
-                len(of_finite) == len(outgoing.norms), norm_of_mean, outgoing.buffer.views
+                len(of_finite) == len(outgoing.norms), norm_of_mean, outgoing.buffer.views, agree
             )
             comparison = compare()
         return Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
@@ -124,7 +139,7 @@ class Summing:
         gathering = self._gathering.get(exchange)
         if isinstance(gathering, FactorsReducer):
             gathering.factors, outgoing.factors = outgoing.factors, []  # which the gradient in flight would keep
-        world_size = self.connections.ranks.world_size
+        world_size = self._ranks.world_size
         mean_over_ranks(gathering or self.reducer, bucket, outgoing.iteration, world_size, look)
         if gathering is not None:
             outgoing.gathered_bytes += gathering.bytes_sent
@@ -132,9 +147,13 @@ class Summing:
     def _agreed_norm(self, buffer: BucketedBuffer) -> float:
         """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""
         norms = [torch.linalg.vector_norm(as_real(flat), dtype=torch.float64) for flat in buffer.flats]
-        total = torch.stack(norms).square().sum().reshape(1)
+        return math.sqrt(self._agreed(torch.stack(norms).square().sum()).item())
+
+    def _agreed(self, number: Tensor) -> Tensor:
+        """Return the mean of the ranks' numbers, which are about the same: the same bits on all of them. Collective."""
+        total = number.reshape(1)
         self.exact(total)
-        return math.sqrt(total.item() / self.connections.ranks.world_size)
+        return total / self._ranks.world_size
 
     def wait_for_all(self) -> None:
         """Return when no rank has a message for another one any more. On the thread; see ``Connections``."""
@@ -152,9 +171,13 @@ class Summing:
         """
         # Peers may still read what this rank has sent them: the connections end when all have come to this point.
         # Not a method: the thread would refer to what refers to it.
-        ended = [self.connections.close] if disconnects else []
+        ended = [self._connections.close] if self._connections is not None and disconnects else []
         at_the_end = functools.partial(_call_all, [*ended, self._replica.close])
         self.thread.close(at_the_end=at_the_end, within=None if together else CLOSE_SECONDS)
+
+
+def _as_it_is(number: Tensor) -> Tensor:
+    return number
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:

@@ -65,6 +65,9 @@ def plan_run(
         CommunicationError: a rank was lost while measuring.
     """
     path, asked = config.planning.cluster, config.planning.auto
+    late = {"guard": config.pipeline.guard, "warmup-iterations": config.pipeline.warmup_iterations}
+    if "width" in asked and (used := [f"--{name}" for name, value in late.items() if value]):
+        say(console, f"{' and '.join(used)} count at widths above 1 alone, since at width 1 no gradient is late")
     given = share_cluster(path, ranks, console)
     if earlier is not None:
         config, planned = ranks.raise_together("earlier choice", lambda: continued(config, earlier))

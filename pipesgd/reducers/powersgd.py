@@ -48,8 +48,9 @@ class PowerSgdReducer:
 
     Everything is computed in float32. Every rank makes P orthonormal (by Householder QR, where a column of zeros
     becomes a direction to explore, which would stay zero for ever with Gram-Schmidt) and multiplies P Q^T itself from
-    the same bytes. The results are the same bytes if torch computes alike: with the same kind of processor, version of
-    torch, and number of threads. On machines that differ, ``--check-replicas`` tells whether replicas do.
+    the same bytes. The results are the same bytes if torch computes alike, with the same kind of processor, version of
+    torch, and number of threads. At the start, ranks compare some products and the numbers of their threads
+    (``pipesgd.pipeline.sameness.check_same_products``).
 
     A single rank keeps its gradients as they are.
 

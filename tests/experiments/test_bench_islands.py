@@ -67,6 +67,10 @@ def test_what_arrives_is_counted_to_the_byte_inside_where_both_ends_have_one_add
         assert len(other.recv(123_457, socket.MSG_WAITALL)) == 123_457
         other.sendall(bytes(10))
         one.recv(10, socket.MSG_WAITALL)
+        received = {ports: nbytes for _, ports, nbytes in connection_bytes._connections()}
+        port_of_one = one.getsockname()[1]
+        assert received[port_of_one, port] == 10, "not what it has sent, of which all is acknowledged"
+        assert received[port, port_of_one] == 123_457
         assert payload(inside=inside) == before[0] + 123_467
         assert payload(inside=not inside) == before[1]
         assert payload(inside=inside, but=port) == without

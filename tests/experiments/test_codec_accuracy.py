@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 from _kept_runs import check_refused
 from _ranks import run_module
+from _runs import train_on_forked_ranks
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from experiments import codec_accuracy
 from experiments.codec_accuracy import APART, CODECS, Run, compute, parse, plan, plot, runs_in, summarize, verdict
 from experiments.contenders import config
 from experiments.results import RESULTS, Row, load
+from experiments.testbed_jobs import run_training
 from pipesgd.cli import parse as parse_training
+from pipesgd.ranks import alone
 
 pytestmark = pytest.mark.slow
 
@@ -144,16 +148,21 @@ def test_a_wrong_option_ends_the_command_with_code_2() -> None:
     assert done.stderr == "error: --seeds: must be a whole number of at least 1; got 'many'\n"
 
 
-def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
+def test_runs_are_made_kept_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(codec_accuracy, "run_training", train_on_forked_ranks)
     words = ["--quick", "--models", "digits", "--codecs", "fp32", "--output", str(tmp_path)]
-    done = run_module("experiments.codec_accuracy", *words)
-    assert done.returncode == 0, done.stderr
+    codec_accuracy.main(words, alone(), Console())
     (row,) = load(tmp_path / "codec_accuracy.csv")
     assert row["accuracy_seed_0"] > 0.5
     assert row["bits_per_value"] == pytest.approx(32, rel=0.01)
     assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".json", ".png"}
     kept = (tmp_path / "codec_accuracy.runs.json").read_bytes()
-    done = run_module("experiments.codec_accuracy", *words)
-    assert done.returncode == 0, done.stderr
-    assert "1 of 1 runs are there" in done.stdout
+    codec_accuracy.main(words, alone(), Console())
+    assert "1 of 1 runs are there" in capsys.readouterr().out
     assert (tmp_path / "codec_accuracy.runs.json").read_bytes() == kept
+
+
+def test_a_training_is_started_by_torchrun_and_says_why_it_failed() -> None:
+    assert run_training(["--width", "0"], 1) == "width must be at least 1; got 0"

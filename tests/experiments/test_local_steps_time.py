@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _kept_runs import check_refused
-from _obstacle import obstacle
-from _ranks import run_module, run_ranks
-from _runs import succeed
+from _ranks import run_ranks
+from _runs import run_job_on_forked_ranks, succeed
 from matplotlib.figure import Figure
+from rich.console import Console
 
+from experiments import validation_runs
+from experiments.kept_runs import KeptRuns
 from experiments.local_steps_accuracy import DILOCO, STEPS
 from experiments.local_steps_time import (
     BELOW_SYNCHRONOUS,
@@ -34,18 +38,21 @@ from experiments.local_steps_time import (
     contenders,
     formula_bytes,
     judge,
+    main,
     parse,
     plan,
     plot,
     tabulate,
 )
 from experiments.results import RESULTS, Row, load
-from experiments.simulated_runs import Run, simulate
+from experiments.simulated_runs import QUICK_SEEDS, Run, simulate
 from experiments.staleness_runs import WORKLOADS
 from experiments.timed_configurations import mean_iteration
+from experiments.validation_runs import Setting
 from pipesgd.cli import parse as parse_training
 from pipesgd.comm.native import ring_wire_bytes
-from pipesgd.ranks import Ranks
+from pipesgd.errors import UserInputError
+from pipesgd.ranks import Ranks, alone
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.workload import load as load_workload
 
@@ -99,18 +106,18 @@ def rows() -> list[Row]:
 
 def test_what_is_timed_is_what_is_simulated() -> None:
     assert {one.way.local_steps for one in contenders(STEPS) if one.name == OURS} == set(STEPS)
-    for cell in (*CELLS, *QUICK_CELLS):
-        for one in contenders(STEPS):
-            config = parse_training([*shlex.split(cell.words), *shlex.split(one.timed)])
-            same = parse_training(shlex.split(f"{WORKLOADS[cell.workload].words} {one.way.options}"))
-            assert (config.data, config.model.hidden_sizes) == (same.data, same.model.hidden_sizes)
-            assert config.model.model == f"experiments.accelerators:{cell.emulation}={cell.accelerator}"
-            if one.name in (DDP, DDP_FP16):
-                assert config.pipeline.strategy == "ddp"
-                assert (config.pipeline.ddp_hook == "fp16") == (one.name == DDP_FP16)
-                assert (same.pipeline.width, same.pipeline.local_steps) == (1, 1)
-            else:
-                assert (config.pipeline, config.compression) == (same.pipeline, same.compression)
+    pairs = [(cell, one) for cell in (CELLS[0], *QUICK_CELLS) for one in contenders(STEPS)]
+    for cell, one in (*pairs, *((cell, contenders(STEPS)[-1]) for cell in CELLS[1:])):
+        config = parse_training([*shlex.split(cell.words), *shlex.split(one.timed)])
+        same = parse_training(shlex.split(f"{WORKLOADS[cell.workload].words} {one.way.options}"))
+        assert (config.data, config.model.hidden_sizes) == (same.data, same.model.hidden_sizes)
+        assert config.model.model == f"experiments.accelerators:{cell.emulation}={cell.accelerator}"
+        if one.name in (DDP, DDP_FP16):
+            assert config.pipeline.strategy == "ddp"
+            assert (config.pipeline.ddp_hook == "fp16") == (one.name == DDP_FP16)
+            assert (same.pipeline.width, same.pipeline.local_steps) == (1, 1)
+        else:
+            assert (config.pipeline, config.compression) == (same.pipeline, same.compression)
 
 
 def test_every_run_is_evaluated_at_the_ends_of_windows_of_all_lengths() -> None:
@@ -260,16 +267,20 @@ def test_wrong_options_get_one_line(words: Sequence[str], message: str, tmp_path
     check_refused(parse, words, message, tmp_path)
 
 
-def test_a_short_run_is_kept_and_written(tmp_path: Path) -> None:
-    if reason := obstacle():
-        pytest.skip(reason)
-    words = ["experiments.local_steps_time", "--quick", "--processes", "1", "--output", str(tmp_path)]
-    done = run_module(*words, "--finished")
-    assert done.returncode == 2
-    assert "--finished must find all seeds of synchronous training and a setting" in done.stderr
-    done = run_module(*words)
-    assert done.returncode == 0, done.stderr
-    assert "bytes differ from the formula in 0 of 4 rows" in done.stdout
+def test_a_short_run_is_kept_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but the links, torchrun, and the processes that simulate, which other experiments' tests have."""
+    monkeypatch.setattr(Setting, "testbed", lambda setting: nullcontext())
+    monkeypatch.setattr(validation_runs, "run_job", run_job_on_forked_ranks)
+    words, console = ["--quick", "--output", str(tmp_path)], Console()
+    with pytest.raises(UserInputError, match="--finished must find all seeds of synchronous training and a setting"):
+        main([*words, "--finished"], alone(), console)
+    simulated = KeptRuns(tmp_path / "local_steps_time.runs.json", Run)
+    for one in itertools.chain.from_iterable(plan(contenders(STEPS[:1]), QUICK_SEEDS, quick=True).values()):
+        simulated.add(one.words, simulate(one.words, test_every=one.test_every))
+    main(words, alone(), console)
+    assert "bytes differ from the formula in 0 of 4 rows" in capsys.readouterr().out
     table = load(tmp_path / "local_steps_time.csv")
     names = [(row["contender"], row["local_steps"]) for row in table]
     assert names == [(DDP, 1), (DDP_FP16, 1), (OURS, 2), (DILOCO, 2)]
@@ -279,6 +290,5 @@ def test_a_short_run_is_kept_and_written(tmp_path: Path) -> None:
     assert (tmp_path / "local_steps_time.png").stat().st_size > 0
     kept = {path.name: path.read_bytes() for path in tmp_path.glob("*s.json") if "manifest" not in path.name}
     assert set(kept) == {"local_steps_time.runs.json", "local_steps_time.settings.json"}
-    done = run_module(*words)
-    assert done.returncode == 0, done.stderr
+    main(words, alone(), console)
     assert {name: (tmp_path / name).read_bytes() for name in kept} == kept, "something was made again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,22 @@ def test_it_is_stored_without_output_and_holds_no_logic(path: Path) -> None:
         assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, LOGIC)]
 
 
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
+    """Start a kernel for all notebooks, which imports torch once."""
+    client = NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3")
+    with client.setup_kernel(cwd=NOTEBOOKS[0].parent):
+        yield client.km
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by Jupyter's own packages
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path: Path) -> None:
+def test_it_runs(path: Path, kernel: Any) -> None:
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": path.parent}}
-    ).execute()
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))  # forgets the names of the notebook before
+    client = NotebookClient(notebook, km=kernel, timeout=120)
+    client.execute()
+    client.kc.stop_channels()
     for cell in code_cells(notebook):
         assert not [output.text for output in cell.outputs if output.get("name") == "stderr"]
     shown = [kind for cell in code_cells(notebook) for output in cell.outputs for kind in output.get("data", {})]

@@ -44,7 +44,9 @@ def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
     planned = plan(list(WORKLOADS), list(OPTIMIZERS), list(METHODS), MULTIPLES, 2)
     assert len({one.words for one in planned}) == len(planned)
     assert {one.optimizer for one in planned} == set(OPTIMIZERS)
-    for one in planned[::19]:  # covers every method, as 19 and the number of runs have no common divisor
+    some = planned[::61]
+    assert {one.method for one in some} == set(METHODS)
+    for one in some:
         arguments, _ = compared_prediction(one.words.split())
         config = parse_training(arguments)
         assert config.optimization.lr == one.lr

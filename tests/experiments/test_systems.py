@@ -18,11 +18,11 @@ import pytest
 import torch
 from _kept_runs import check_refused
 from _ranks import run_ranks
-from _runs import train_as_a_rank, train_each_as_a_rank
+from _runs import run_job_on_forked_ranks, train_each_as_a_rank, train_on_forked_ranks
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments import footprint, timed_configurations, validation_runs
+from experiments import footprint, validation_runs
 from experiments.kept_runs import KeptRuns
 from experiments.results import REPOSITORY, RESULTS, load
 from experiments.simulated_runs import Run, batches_of, loss_of, simulate
@@ -32,7 +32,7 @@ from experiments.systems.accuracy import Curve, Trained, finished_curves, is_sim
 from experiments.systems.catalogue import FOLDER, HOGWILD, NOT_HERE, WITHOUT_EFFECT, systems
 from experiments.systems.catalogue import load as load_system
 from experiments.systems.times import BLOCK, KEPT, Cell, Setting, block_of, finished_cells, measure, predicted
-from experiments.systems.workloads import QUICK, QUICK_NODES, WORKLOADS
+from experiments.systems.workloads import QUICK, WORKLOADS
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig, differing_options
 from pipesgd.data import make_workload
@@ -474,24 +474,14 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
     check_refused(parse, words, message, tmp_path)
 
 
-def _run_on_forked_ranks(testbed: object, words: list[str], log: Path, *, deadline: float) -> None:
-    assert words[:2] == ["-m", "experiments.timed_configurations"]
-    run_ranks(QUICK_NODES, functools.partial(timed_configurations.main, words[2:]), None, process_group=False)
-
-
-def _train_on_forked_ranks(words: list[str], world_size: int) -> str | None:
-    errors = [error for error, _, _ in run_ranks(world_size, train_as_a_rank, words, process_group=False)]
-    return errors[0] or None
-
-
 def test_some_systems_are_measured_trained_kept_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All but the links, their calibration and the start of torchrun, which other experiments' tests have."""
     monkeypatch.setattr(Setting, "testbed", lambda setting: nullcontext())
     monkeypatch.setattr(times, "calibrate", lambda testbed, words, folder: PROFILE)
-    monkeypatch.setattr(validation_runs, "run_job", _run_on_forked_ranks)
-    monkeypatch.setattr(accuracy, "run_training", _train_on_forked_ranks)
+    monkeypatch.setattr(validation_runs, "run_job", run_job_on_forked_ranks)
+    monkeypatch.setattr(accuracy, "run_training", train_on_forked_ranks)
     names = ["d-sync", "local", "pmls-ssp", HOGWILD]
     simulated = accuracy.plan(QUICK, {"d-sync": SYSTEMS["d-sync"].trained_words}, 1)["digits", "d-sync", 0].words
     KeptRuns(tmp_path / "systems.simulated.runs.json", Run).add(simulated, simulate(simulated))

@@ -34,6 +34,7 @@ from experiments.validation_runs import (
     OTHERS,
     PRIVATE,
     QUICK,
+    QUICK_SPACE,
     SETTINGS,
     SHARED,
     SPACE,
@@ -224,7 +225,7 @@ def test_a_short_run_chooses_and_is_judged(tmp_path: Path) -> None:
     main(["--quick", "--output", str(tmp_path)], alone(), Console(quiet=True))
     tables = {f"validate_timing_model{of}{end}" for of in ("", "_auto") for end in (".csv", ".manifest.json", ".png")}
     assert {path.name for path in tmp_path.iterdir()} == {*tables, "validate_timing_model.runs.json"}
-    assert [row["words"] for row in load(tmp_path / "validate_timing_model.csv")] == list(SPACE)
+    assert [row["words"] for row in load(tmp_path / "validate_timing_model.csv")] == list(QUICK_SPACE)
     before = (tmp_path / "validate_timing_model.runs.json").read_bytes()
     main(["--quick", "--output", str(tmp_path)], alone(), Console(quiet=True))
     assert (tmp_path / "validate_timing_model.runs.json").read_bytes() == before, (

@@ -200,7 +200,9 @@ def refused() -> dict[str, str]:
         "two": lambda: fit({"enable_checkpointing": False}, Two()),
         "none": lambda: fit({"enable_checkpointing": False}, Without()),
         "buffers": lambda: fit({"enable_checkpointing": False, "strategy": windows}, Normalized()),
-        "fabric's scaler": lambda: pipesgd_lightning.PipesgdFabricStrategy(pipeline_options={"scaler": None}),
+        "fabric's scaler": lambda: pipesgd_lightning.PipesgdFabricStrategy(
+            pipeline_options={"scaler": torch.amp.GradScaler("cpu")}
+        ),
         "fabric's two": lambda: fabric_loop(optimizers=2),
         "fabric's optimizer alone": lambda: make_fabric().setup_optimizers(
             Regression().configure_optimizers()["optimizer"]

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from _runs import run_example, run_scenario
+from _runs import EXAMPLES, run_program, run_scenario
 
 run = functools.partial(run_scenario, Path(__file__).with_name("_lightning_program.py"))
 
@@ -61,13 +61,13 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
     for found in run("refused", tmp_path):
         assert found.pop("two").startswith("Training with multiple optimizers is only supported with manual"), "its own"
         assert found == {
-            "clip_norm": "clip_norm must be left out of pipeline_options: the Trainer has gradient_clip_val",
+            "clip_norm": "clip_norm must be left out, since the Trainer has gradient_clip_val; got 1.0",
             "hook": "ddp_comm_hook must be left out with strategy pipesgd, which has its own hook",
             "manual": "automatic_optimization must be True with strategy pipesgd",
             "none": "optimizer must hold a parameter that requires a gradient; got none",
             "buffers": "ddp_model must be made with broadcast_buffers=False for local steps: its buffers would be sent "
             "in every forward pass",
-            "fabric's scaler": "scaler must be left out of pipeline_options: Fabric has precision",
+            "fabric's scaler": "scaler must be left out, since Fabric has precision; got GradScaler",
             "fabric's two": "fabric.setup must be called once, with one optimizer, with strategy pipesgd; "
             "got 2 optimizers",
             "fabric's optimizer alone": "an optimizer must be set up with its model with strategy pipesgd: "
@@ -99,4 +99,4 @@ def test_versions_that_do_not_work_are_refused(version: str, message: str, monke
 
 
 def test_the_example_learns(tmp_path: Path) -> None:
-    assert float(run_example("lightning_digits.py", tmp_path).split()[-1]) > 0.85
+    assert float(run_program(EXAMPLES / "lightning_digits.py", tmp_path).split()[-1]) > 0.85

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import threading
@@ -118,27 +119,63 @@ def test_fifty_pipelines_leave_no_file_descriptor_and_no_thread_behind() -> None
         assert last <= first
 
 
-def _fail_to_construct(ranks: Ranks) -> tuple[list[int], list[int]]:
+def _fail_to_construct(ranks: Ranks, where: str, change: bool) -> tuple[list[int], list[int], bool]:
+    """Fail five times in the constructor of a pipeline, or of one that succeeds another one.
+
+    Return what is open after the first time and after the last one, and whether the model has no hooks left.
+    """
+
     def refused(*_: object, **__: object) -> None:
         ranks.all_gather_object("connections", None)  # else one rank closes them while the other still connects
         raise UserInputError("refused")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipesgd.pipeline.summing.make_reducer", refused)
-        for number in range(5):
+    for number in range(5):
+        model, former = _make(ranks) if change else (nn.Linear(4, 3), None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, refused)
             with pytest.raises(UserInputError, match="refused"):
-                _make(ranks)
-            if number == 0:
-                first = _open_now()
+                Pipelined(model, optimizer, ranks=ranks, successor_of=former)
+        if number == 0:
+            first = _open_now()
     deadline = time.monotonic() + 10.0
     while (last := _open_now()) > first and time.monotonic() < deadline:
+        gc.collect()
         time.sleep(0.01)
-    return first, last
+    hooks = [hook for part in model.modules() for hook in (*part._forward_pre_hooks, *part._forward_hooks)]
+    return first, last, not hooks
 
 
-def test_a_pipeline_that_cannot_be_made_leaves_no_file_descriptor_and_no_thread_behind() -> None:
-    for first, last in run_ranks(2, _fail_to_construct):
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "pipesgd.comm.connections.Connections.begin_buckets",
+        "pipesgd.pipeline.summing.make_reducer",
+        "pipesgd.pipeline.pipelined.Pipelined._watch",
+    ],
+)
+def test_a_pipeline_that_cannot_be_made_leaves_no_file_descriptor_thread_or_hook_behind(
+    where: str, change: bool
+) -> None:
+    for first, last, unhooked in run_ranks(2, _fail_to_construct, where, change):
         assert last <= first
+        assert unhooked
+
+
+def _follow(ranks: Ranks) -> list[bool]:
+    """Let a pipeline succeed another one; return whether one watcher ran throughout, and whether it has ended."""
+    model, former = _make(ranks)
+    watcher = ranks._watcher
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Pipelined(model, optimizer, ranks=ranks, successor_of=former, all_reduce="all-to-all"):
+        same = ranks._watcher is watcher is not None
+    return [same, ranks._watcher is None]
+
+
+def test_a_rank_is_watched_throughout_a_change_of_pipelines() -> None:
+    """The only watcher used to end with the first one, and to tell the other ranks that this one had left."""
+    assert run_ranks(2, _follow) == [[True, True]] * 2
 
 
 def _interrupted(ranks: Ranks, interrupt: bool) -> tuple[list[tuple[int, ...]], Any, int, str]:

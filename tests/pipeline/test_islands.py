@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from pipesgd import NonFiniteGradientError, Pipelined, RunError
+from pipesgd import DisagreementError, NonFiniteGradientError, Pipelined, RunError
 from pipesgd.optim.muon import MuonWithAdamW
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
@@ -301,6 +301,46 @@ def test_a_gradient_that_is_not_finite_in_one_shard_is_left_out_by_all_ranks() -
     assert outcomes[0][1] == outcomes[2][1]
     assert outcomes[1][1] == outcomes[3][1]
     assert [reports for reports, _ in run_ranks(4, _not_finite, "stop")] == 4 * [[((), (), ()), ((0,), (), ()), (1,)]]
+
+
+def _start_with_other_threads(ranks: Ranks, within: bool) -> str:
+    """Give members of an island other numbers of threads, or islands alone; return what is refused."""
+    torch.set_num_threads(1 + (ranks.rank % 2 if within else ranks.rank // 2))
+    try:
+        Member((2, 1, 2), case("sgd", width=1)).pipeline.close()
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_members_of_an_island_must_have_the_same_number_of_threads() -> None:
+    """Parameters that they hold alike used to drift apart silently: each member computes their gradients."""
+    threads = "number of torch's threads in an island must be the same on all ranks; got 1 on rank {}, 2 on rank {}"
+    said = [f"{threads.format(first, first + 1)}: set OMP_NUM_THREADS" for first in (0, 0, 2, 2)]
+    assert run_ranks(4, _start_with_other_threads, True) == said
+    assert run_ranks(4, _start_with_other_threads, False) == [""] * 4
+
+
+def _norms_of_others(ranks: Ranks) -> list[float | None]:
+    """Return the norms of means, where the ranks of each island compute norms with rounding errors of their own."""
+    exact = torch.linalg.vector_norm
+    with pytest.MonkeyPatch.context() as patch:
+        rounding = 1 + 1e-12 * ranks.rank
+        patch.setattr(torch.linalg, "vector_norm", lambda *args, **options: exact(*args, **options) * rounding)
+        member = Member((2, 1, 2), case("sgd", width=2, guard=True))
+        norms = []
+        for number in range(ITERATIONS):
+            regress(member.model, member.batches[number]).backward()
+            norms.append(member.pipeline.step().gradient_norm)
+        member.pipeline.close()
+    return norms
+
+
+def test_all_ranks_give_the_guard_the_same_norm_however_they_round() -> None:
+    """Islands used to judge by norms of their own, and would have fallen back one without the other."""
+    first, *others = run_ranks(4, _norms_of_others)
+    assert len([norm for norm in first if norm is not None]) == ITERATIONS - 1
+    assert others == [first] * 3
 
 
 def _train_in_float32(ranks: Ranks) -> dict[str, Tensor]:

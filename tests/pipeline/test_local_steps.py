@@ -310,6 +310,39 @@ def test_ranks_average_the_state_of_parameters_that_one_has_not_stepped_with(mak
                     assert torch.equal(value, same[name]), name
 
 
+def _overflowing_state(ranks: Ranks) -> tuple[str, bool, str]:
+    """Average the state of optimizers, of which rank 1's overflows in iteration 1, although its update is finite.
+
+    Return the error, whether this rank's state is finite, and a hash of the weights.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = _adamw(model.parameters())
+    strategy = LocalSteps(model, optimizer, local_steps=1, width=1, average_state=True, ranks=ranks)
+    said = ""
+    for iteration in range(3):
+        (model(torch.ones(1, 2)).sum() * (1e25 if (ranks.rank, iteration) == (1, 1) else 1.0)).backward()
+        try:
+            strategy.step()
+        except RunError as error:
+            said = str(error)
+            break
+    strategy.close()
+    finite = all(bool(value.isfinite().all()) for of in optimizer.state.values() for value in of.values())
+    return said, finite, weights_sha256(model)
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_finite_is_refused_by_all_ranks_and_reaches_no_other() -> None:
+    """Its mean, an infinite second moment, used to end the training of all ranks without a word."""
+    one, other = run_ranks(2, _overflowing_state)
+    message = "averaged states of optimizers must be finite; got a NaN or an infinity from rank 1, after iteration 1: "
+    assert one[0] == other[0]
+    assert one[0].startswith(message)
+    assert (one[1], other[1]) == (True, False)
+    assert one[2] == other[2]
+
+
 def test_an_optimizer_without_state_to_average_is_refused() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(UserInputError, match="an optimizer that has no such state as momentum; got SGD"):

@@ -143,12 +143,17 @@ def weights_after(
 WIDTHS = [(2, "local"), (2, "eager"), (3, "local"), (5, "eager")]
 
 
-def _weights_of_widths(ranks: Ranks, options: dict[str, Any]) -> list[list[dict[str, Tensor]]]:
-    """Return, for every optimizer, the weights of synchronous training, and then those of each of ``WIDTHS``."""
-    return [
-        [weights_after(ranks, name, width, prediction, options) for width, prediction in [(1, "none"), *WIDTHS]]
-        for name in OPTIMIZERS
-    ]
+def _weights_of_widths(ranks: Ranks, options: dict[str, Any]) -> dict[tuple[Any, ...], list[dict[str, Tensor]]]:
+    """Return, by optimizer, width and prediction, the weights of synchronous training, and those that it has with them.
+
+    Every optimizer trains at all widths, but at one of them only if gradients are clipped, before it gets them.
+    """
+    found = {}
+    for number, name in enumerate(OPTIMIZERS):
+        synchronous = weights_after(ranks, name, 1, "none", options)
+        for width, prediction in [WIDTHS[number % len(WIDTHS)]] if options else WIDTHS:
+            found[name, width, prediction] = [synchronous, weights_after(ranks, name, width, prediction, options)]
+    return found
 
 
 @pytest.mark.parametrize("options", IN_MIND.values(), ids=IN_MIND)
@@ -157,10 +162,10 @@ def test_one_rank_or_the_same_data_on_all_is_synchronous_training_bit_for_bit(
     world_size: int, options: dict[str, Any]
 ) -> None:
     for results in run_ranks(world_size, _weights_of_widths, options):
-        for name, (synchronous, *others) in zip(OPTIMIZERS, results, strict=True):
-            for width, weights in zip(WIDTHS, others, strict=True):
-                for key in synchronous:
-                    assert torch.equal(weights[key], synchronous[key]), (name, width, key)
+        assert {name for name, _, _ in results} == set(OPTIMIZERS)
+        for case, (synchronous, weights) in results.items():
+            for key in synchronous:
+                assert torch.equal(weights[key], synchronous[key]), (*case, key)
 
 
 def _train_predicted(ranks: Ranks, cases: list[Case]) -> list[Outcome]:
@@ -184,8 +189,8 @@ CASES = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-@settings(max_examples=4)
-@given(cases=st.lists(CASES, min_size=10, max_size=10))
+@settings(max_examples=2)  # hypothesis begins with the simplest of all
+@given(cases=st.lists(CASES, min_size=16, max_size=16))
 def test_every_prediction_is_what_copies_of_model_and_optimizer_come_to(world_size: int, cases: list[Case]) -> None:
     outcomes = run_ranks(world_size, _train_predicted, cases)
     assert_as_in_one_process(outcomes, cases, OPTIMIZERS, rtol=1e-7)

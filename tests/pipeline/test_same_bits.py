@@ -92,6 +92,47 @@ def test_processors_of_one_kind_do_not_drift() -> None:
     assert run_ranks(2, _alike) == [False, False]
 
 
+def _start_with_other_threads(ranks: Ranks) -> dict[str, str]:
+    """Return what is refused with one thread on rank 0 and two on rank 1."""
+    torch.set_num_threads(1 + ranks.rank)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2))
+    parameters = list(model.parameters())
+    kinds: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {
+        "sgd": (torch.optim.SGD(parameters, lr=0.1), {"clip_norm": 1.0}),
+        "powersgd": (torch.optim.SGD(parameters, lr=0.1), {"codec": "powersgd"}),
+        "drift": (torch.optim.SGD(parameters, lr=0.1), {"codec": "powersgd", "allow_drift": True}),
+        "muon": (MuonWithAdamW(parameters[:1], parameters[1:], lr=0.1), {}),
+        "adafactor": (torch.optim.Adafactor(parameters), {}),
+        "own": (NoCopy(parameters, lr=0.1), {}),
+    }
+    found = {}
+    for name, (optimizer, options) in kinds.items():
+        try:
+            with Pipelined(model, optimizer, prediction="none", ranks=ranks, **options) as pipeline:
+                found[name] = "drifts" if pipeline.drifts else "accepted"
+        except DisagreementError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_ranks_that_multiply_the_same_matrices_must_have_the_same_number_of_threads() -> None:
+    """Replicas used to drift apart silently."""
+
+    def refused(what: str) -> str:
+        threads = f"number of torch's threads with {what} must be the same on all ranks; got 1 on rank 0, 2 on rank 1"
+        return f"{threads}: set OMP_NUM_THREADS"
+
+    expected = {
+        "sgd": "accepted",
+        "powersgd": refused("codec powersgd"),
+        "drift": "drifts",
+        "muon": refused("MuonWithAdamW"),
+        "adafactor": refused("Adafactor"),
+        "own": refused("NoCopy"),
+    }
+    assert run_ranks(2, _start_with_other_threads) == [expected] * 2
+
+
 def _several(ps: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     at_zero = torch.tensor(0.0)  # the rate at the start of a warm-up
     return [

@@ -255,6 +255,18 @@ def test_without_a_cluster_it_calibrates_and_the_training_is_none_the_worse(tmp_
     assert same["weights_sha256"] == result["weights_sha256"]
 
 
+def test_a_chosen_width_of_1_goes_with_options_about_late_gradients_and_the_run_says_that_they_do_not_count(
+    tmp_path: Path,
+) -> None:
+    cluster(INSTANT, SMALL).save(tmp_path / "cluster.toml")
+    words = f"{SHORT} --width auto --cluster {tmp_path / 'cluster.toml'}"
+    plain, text = succeed(2, words, tmp_path / "plain")
+    assert (plain["width"], "count at widths" in text) == (1, False)
+    result, text = succeed(2, f"{words} --guard --warmup-iterations 3", tmp_path / "late")
+    assert "--guard and --warmup-iterations count at widths above 1 alone, since at width 1 no gradient is" in text
+    assert (result["width"], result["weights_sha256"]) == (1, plain["weights_sha256"])
+
+
 def test_one_rank_has_nothing_to_plan(tmp_path: Path) -> None:
     result, text = succeed(1, f"{SHORT} {AUTOS}", tmp_path)
     assert text.startswith(

@@ -913,10 +913,12 @@ def _with_other_products(ranks: Ranks) -> list[str]:
 
 
 def test_ranks_must_multiply_alike() -> None:
-    threads = "number of torch's threads must be the same on all ranks; got 1 on rank 0, 2 on rank 1"
+    got = "got 1 on rank 0, 2 on rank 1: set OMP_NUM_THREADS"
+    threads = f"number of torch's threads with reduce factors must be the same on all ranks; {got}"
     assert run_ranks(2, _with_other_threads) == [["", threads]] * 2
-    products = (
-        "processors must multiply matrices to the same bits on all ranks with reduce factors or auto; got other bits "
-        "on rank 1 than on rank 0: use reduce matrix or rows"
-    )
-    assert run_ranks(2, _with_other_products) == [["", products, products]] * 2
+    products = [
+        f"processors must multiply matrices to the same bits on all ranks with reduce {reduce}; got other bits on rank "
+        "1 than on rank 0"
+        for reduce in ("factors", "auto")
+    ]
+    assert run_ranks(2, _with_other_products) == [["", *products]] * 2

@@ -245,9 +245,7 @@ class ParameterServers(Strategy):
         workers = self._workers
         if how != "own":
             self._meet("combining buffers")
-        combine_buffers(
-            self.module, how, workers.rank, workers.world_size, lambda buffer: self._sum(buffer, self._over_workers)
-        )
+        combine_buffers(self.module, how, workers, lambda buffer: self._sum(buffer, self._over_workers))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's progress and, on worker 0, each server's whole state as bytes. Collective."""
