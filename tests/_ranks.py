@@ -171,7 +171,7 @@ def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float =
 
 
 def _rank_of_program_main(program: Path, folder: Path, environment: Mapping[str, str], printed: str) -> None:
-    for name in list(sys.modules):  # anew, so that a module that the program forgets to import is missing
+    for name in list(sys.modules):  # imported again, so that a module that the program forgets to import is missing
         if name.partition(".")[0] in ("pipesgd", "timing_model"):
             del sys.modules[name]
     sys.path.insert(0, str(program.parent))

@@ -81,7 +81,9 @@ def accelerate_loop(*, stop: int | None = None, resume: bool = False) -> str:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
-    pipeline = pipesgd.accelerate.attach(accelerator, model, optimizer, clip_norm=0.3, **OPTIONS)
+    pipeline = pipesgd.accelerate.attach(
+        accelerator, model, optimizer, **OPTIONS | ({} if LOCAL else {"clip_norm": 0.3})
+    )
     if resume:
         accelerator.load_state(str(FOLDER / "state"))
         loader = accelerator.skip_first_batches(loader, 8)

@@ -223,7 +223,7 @@ def fabric_package() -> Any:
 
 
 def make_fabric() -> Any:
-    strategy = pipesgd_lightning.PipesgdFabricStrategy(**OPTIONS, pipeline_options={"clip_norm": 0.3} | LOCAL)
+    strategy = pipesgd_lightning.PipesgdFabricStrategy(**OPTIONS, pipeline_options=LOCAL or {"clip_norm": 0.3})
     fabric = fabric_package().Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     return fabric
