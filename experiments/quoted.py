@@ -204,8 +204,8 @@ def predictions() -> str:
         lines.append([f"**all {kind}**", *predicted(of_kind)])
         if kind == HELD_OUT:
             for name, words in (("the ring", "ring"), ("torch's own all-reduce", "native")):
-                own = [row for row in of_kind if str(row["words"]).endswith(f"--all-reduce {words}")]
-                lines.append([f"of these, {name}", *predicted(own)])
+                if own := [row for row in of_kind if str(row["words"]).endswith(f"--all-reduce {words}")]:
+                    lines.append([f"of these, {name}", *predicted(own)])
     heads = ["", "cells", "mean error, %", "95 % within, %", "two halves apart, %", "in the 90 % interval, %"]
     return table(heads, lines)
 

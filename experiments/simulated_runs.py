@@ -276,8 +276,9 @@ def make_runs(
     done = kept.load()
     missing = [one for one in planned if one.words not in done]
     command.say_kept(console, len(planned), len(missing))
-    # A fork imports nothing again. It copies the state of torch's threads, which a run on one thread does not use.
-    context = multiprocessing.get_context("fork")
+    # A fork of this process would copy the state of its threads; one of a server that has only imported does not.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     with (
         command.progress(console, name, len(missing)) as advance,
         ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool,

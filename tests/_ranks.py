@@ -192,6 +192,7 @@ def _module_main(module: str, words: Sequence[str], folder: Path, environment: M
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.argv[1:] = words
+    sys.modules.pop(module, None)  # a new process has not imported it yet, and runpy warns of one that has
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

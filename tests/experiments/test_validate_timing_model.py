@@ -192,6 +192,8 @@ def test_tables_for_the_docs_are_those_of_the_results(tmp_path: Path, monkeypatc
     save("validate_timing_model_auto", decisions, folder=tmp_path)
     monkeypatch.setattr("experiments.quoted.RESULTS", tmp_path)
     assert "| free | 2 | 6.6 | 10.7 | 0.0 | 50 |" in quoted.predictions()
+    assert "| of these, the ring | 2 |" in quoted.predictions()
+    assert "| of these, torch's own all-reduce |" not in quoted.predictions()
     assert "| **all shared cores** | 1 | 0.0 | 0.0 | 0.0 | 100 |" in quoted.predictions()
     assert "| free | 2, int4, ring | 1000 | +2.0 | +1.0 | +11.1 | +0.0 | 14.0 |" in quoted.chosen_by_auto()
     assert "| all pairs | 1 | 27.5 | 11.1 | 1 |" in quoted.third_width()
