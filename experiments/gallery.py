@@ -117,17 +117,15 @@ DRAWN: dict[str, Draw] = {
 }
 """Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
+    *("bench_import", "bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
     *(
         "bench_hooks",
-        "bench_import",
-        "bench_timing_model",
-        "compare_commits",
-        "encrypted_network",
-        "faults",
-        "fuzz",
-        "kill_",
+        "home_uplinks",
+        "jitter",
+        "lateness_summary",
+        "local_steps_accuracy_summary",
+        "paper_question_jitter",
     ),
-    *("home_uplinks", "jitter", "lateness_summary", "local_steps_accuracy_summary", "paper_question_jitter"),
     *("reduces", "staleness_summary", "systems_headlines", "torch_ddp_tests", "tutorial"),
 )
 """Results that have no figure, by the beginning of their names."""

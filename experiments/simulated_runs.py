@@ -276,9 +276,7 @@ def make_runs(
     done = kept.load()
     missing = [one for one in planned if one.words not in done]
     command.say_kept(console, len(planned), len(missing))
-    # A fork of this process would copy the state of its threads; one of a server that has only imported does not.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = multiprocessing.get_context("forkserver")  # a fork of this process would copy the state of its threads
     with (
         command.progress(console, name, len(missing)) as advance,
         ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool,

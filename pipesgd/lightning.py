@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from pipesgd.checks import check_left_out, check_version
-from pipesgd.ddp.attached import Attached, attach
+from pipesgd.ddp.attached import Attached, attach, with_clipping
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 
@@ -103,14 +103,9 @@ def make_strategy(module: str) -> type[Any]:
                 raise UserInputError("automatic_optimization must be True with strategy pipesgd")
             [optimizer] = self.optimizers  # Lightning refuses several, unless optimization is manual
             clipped_by = "clip_value" if trainer.gradient_clip_algorithm == "value" else "clip_norm"
-            clipping: dict[str, Any] = {clipped_by: trainer.gradient_clip_val or None}
-            if "local_steps" in self._pipeline_options:  # which need not know how the loop clips
-                clipping = {}
-            self.pipeline = attach(
-                self.model,
-                optimizer,
-                **self._pipeline_options | clipping | {"scaler": getattr(self.precision_plugin, "scaler", None)},
-            )
+            options = with_clipping(self._pipeline_options, {clipped_by: trainer.gradient_clip_val or None})
+            options |= {"scaler": getattr(self.precision_plugin, "scaler", None)}
+            self.pipeline = attach(self.model, optimizer, **options)
 
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd.checks import check_left_out, check_version
-from pipesgd.ddp.attached import Attached, attach
+from pipesgd.ddp.attached import Attached, attach, with_clipping
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 
@@ -51,12 +51,9 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
                 number of ranks than the one that saved the checkpoint.
             RunError: the checkpoint has no usable pipeline of this rank.
         """
-        clipping = {} if "local_steps" in self._options else {"clip_norm": args.max_grad_norm or None}
-        self.pipeline = attach(
-            self._trainer.model_wrapped,
-            optimizer.optimizer,
-            **self._options | clipping | {"scaler": self._trainer.accelerator.scaler},
-        )
+        options = with_clipping(self._options, {"clip_norm": args.max_grad_norm or None})
+        options |= {"scaler": self._trainer.accelerator.scaler}
+        self.pipeline = attach(self._trainer.model_wrapped, optimizer.optimizer, **options)
         if state.global_step:
             self._file(args, state).load(self.pipeline, state.global_step)
 

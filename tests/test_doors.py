@@ -9,6 +9,7 @@ import pytest
 
 import pipesgd.accelerate
 from pipesgd.checks import check_left_out, check_version
+from pipesgd.ddp.attached import with_clipping
 from pipesgd.errors import UserInputError
 
 OPTIONAL = ("pytorch_lightning", "lightning", "accelerate", "transformers", "datasets", "matplotlib")
@@ -47,6 +48,14 @@ def test_what_a_loop_has_itself_is_refused_in_one_line(value: object, shown: str
     check_left_out({"scaler": None, "clip_norm": False, "width": value}, in_the_loop)
     with pytest.raises(UserInputError, match=f"^clip_norm must be left out, since the loop clips; got {shown}$"):
         check_left_out({"width": 2, "clip_norm": value}, in_the_loop)
+
+
+@pytest.mark.parametrize(
+    ("options", "clip_norm"),
+    [({}, 1.0), ({"clip_norm": None}, 1.0), ({"local_steps": None}, 1.0), ({"local_steps": 4}, None)],
+)
+def test_local_steps_alone_need_not_know_how_the_loop_clips(options: dict[str, object], clip_norm: object) -> None:
+    assert with_clipping(options, {"clip_norm": 1.0}).get("clip_norm") == clip_norm
 
 
 def test_a_package_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

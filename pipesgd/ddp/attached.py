@@ -98,6 +98,11 @@ def attach(
     return AttachedLocalSteps(ddp_model, optimizer, local_steps=local_steps, **options)
 
 
+def with_clipping(options: dict[str, Any], clipping: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` of ``attach`` for a loop whose ``clipping`` is known; local steps need not know it."""
+    return options | ({} if options.get("local_steps") is not None else clipping)
+
+
 class AttachedPipeline(Pipelined):
     """Pipe-SGD inside a DistributedDataParallel program. ``attach`` makes one.
 
