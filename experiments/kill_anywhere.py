@@ -2,11 +2,11 @@
 
     python -m experiments.kill_anywhere      kill_anywhere.csv; exit code 1 if any run ends differently
 
-A short form of kill_and_resume: a hundred runs of a second or two, whose ranks are forked from this process instead of
-started by torchrun. A kill is at a random moment of a random call in its phase; "resume" is a kill in training and
-another one while the checkpoint is being loaded. Half of the kills hit all ranks at once. The weights and every logged
-loss must equal those of the run that was left alone. Finished runs are kept in runs/kill_anywhere.json, by a hash of
-the code: the same command continues where it was stopped.
+A hundred runs of a second or two, whose ranks are forked from this process instead of started by torchrun, whose own
+restarts tests/test_torchrun.py tries. A kill is at a random moment of a random call in its phase; "resume" is a kill in
+training and another one while the checkpoint is being loaded. Half of the kills hit all ranks at once. The weights and
+every logged loss must equal those of the run that was left alone. Finished runs are kept in runs/kill_anywhere.json, by
+a hash of the code: the same command continues where it was stopped.
 """
 
 from __future__ import annotations

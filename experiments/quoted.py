@@ -267,7 +267,7 @@ def other_figures() -> str:
         for row in load(RESULTS / "bench_pipelined.csv")
         if str(row["contender"]).startswith("pipelined width 2")
     ]
-    kills, testbeds = load(RESULTS / "kill_and_resume.csv"), load(RESULTS / "kill_testbed.csv")
+    kills, testbeds = load(RESULTS / "kill_anywhere.csv"), load(RESULTS / "kill_testbed.csv")
     loading = load(RESULTS / "bench_loading.csv")
     same = sum(row["identical"] is True for row in kills)
     clean = sum(all(int(row[name]) == 0 for name in row if name.endswith("_left")) for row in testbeds)
@@ -309,9 +309,9 @@ def other_figures() -> str:
             "bench_loading",
         ),
         "the same / in memory already": (f"{loading[-1]['times_as_fast']:.2f}", "bench_loading"),
-        "runs that lost a rank to `kill -9`, and ended in the very same weights": (
+        "runs that lost a rank or all ranks at a random moment, and ended in the very same weights and losses": (
             f"{same} of {len(kills)}",
-            "kill_and_resume",
+            "kill_anywhere",
         ),
         "testbeds killed in the middle of a job that left nothing behind": (
             f"{clean} of {len(testbeds)}",

@@ -20,7 +20,6 @@ from experiments import (
     compare_commits,
     forked_ranks,
     fuzz,
-    kill_and_resume,
     kill_anywhere,
 )
 from experiments.cells import sources
@@ -36,7 +35,7 @@ Parse = Callable[[Sequence[str]], Namespace]
 PARSES: list[Parse] = [
     lambda words: bench_ring.parse(words, 2),
     lambda words: bench_pipelined.parse(words, 4),
-    lambda words: kill_and_resume.parse(words, by_torchrun=False),
+    lambda words: kill_anywhere.parse(words, by_torchrun=False),
 ]
 
 
@@ -109,7 +108,7 @@ def test_help_and_errors_are_for_the_ranks_to_agree_on(parse: Parse, tmp_path: P
 @pytest.mark.parametrize("words", [["--kills", "0"], ["--kills", "two"], ["--kills", "-1"], ["--seed", "1.5"]])
 def test_numbers_are_checked(words: list[str]) -> None:
     with pytest.raises(UserInputError, match=rf"{words[0]}: must be a whole number of at least .; got '{words[1]}'"):
-        kill_and_resume.parse(words, by_torchrun=False)
+        kill_anywhere.parse(words, by_torchrun=False)
 
 
 def test_the_number_of_ranks_is_checked() -> None:
@@ -120,11 +119,11 @@ def test_the_number_of_ranks_is_checked() -> None:
     with pytest.raises(UserInputError, match="at least 2 ranks"):
         bench_pipelined.parse([], 1)
     with pytest.raises(UserInputError, match="without torchrun"):
-        kill_and_resume.parse([], by_torchrun=True)
+        kill_anywhere.parse([], by_torchrun=True)
 
 
 def test_a_wrong_option_ends_the_command_with_one_line_and_code_2() -> None:
-    words = [sys.executable, "-m", "experiments.kill_and_resume", "--kills", "none"]
+    words = [sys.executable, "-m", "experiments.kill_anywhere", "--kills", "none"]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
