@@ -149,13 +149,6 @@ EXPERIMENTS = (
         minutes=8,
     ),
     Experiment(
-        name="compare_prediction_4x200mbit",
-        words="compare --nodes 4 --rate 200mbit --iterations 30 --rounds 5 --name compare_prediction_4x200mbit "
-        '--contenders "width 2, ring" "width 2, int8" --contender "no prediction=--width 2 --prediction none" '
-        '--contender "no prediction, int8=--width 2 --prediction none --codec int8"',
-        minutes=12,
-    ),
-    Experiment(
         name="accuracy_mlp_4x200mbit",
         words="compare --nodes 4 --rate 200mbit --name accuracy_mlp_4x200mbit "
         f"{LARGE_MLP} --time-to-accuracy 0.84 --iterations 234 --seeds 1 --contenders {RACERS}",
