@@ -28,8 +28,8 @@ from experiments import accelerators, command
 from experiments.bench_pipelined import Workload
 from experiments.limits import Cluster, ring_limit
 from experiments.loops import Loop, Piped, Plain
-from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, show_verdicts, summarize, verdicts
-from experiments.results import Row, save, save_figure
+from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, show_verdicts, summarize, verdicts
+from experiments.results import Row, save
 from experiments.testbed import Link, parse_rate
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
@@ -133,7 +133,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         show_verdicts(judged[name])
         rows += of_cell
     save("bench_accelerators", rows, extra={"block": effort.block, "targets": judged}, folder=arguments.output)
-    save_figure("bench_accelerators", rows, by="title", plot=plot, folder=arguments.output)
+    draw("bench_accelerators", rows, arguments.output)
 
 
 if __name__ == "__main__":

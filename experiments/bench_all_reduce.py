@@ -31,7 +31,7 @@ from experiments import command, paired, style
 from experiments.bench_ring import input_values, readable
 from experiments.limits import wire_seconds
 from experiments.paired import interquartile_range, median, paired_ratio, slowest
-from experiments.results import REPOSITORY, Row, load, save, save_panels
+from experiments.results import REPOSITORY, Panels, Row, load, save
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
 from pipesgd.checks import check_one_of
 from pipesgd.codecs.make import make_codec
@@ -229,11 +229,8 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 def draw(name: str, rows: list[Row], folder: Path) -> Path:
     """Write the figure, with a line of panels for every p."""
-    kinds = list(dict.fromkeys((row["p"], row["codec"]) for row in rows))
-    panels = [partial(plot, [row for row in rows if (row["p"], row["codec"]) == kind]) for kind in kinds]
-    numbers = len({row["p"] for row in rows})
-    size = (4.2 * len(panels) / numbers, 4.0 * numbers)
-    return save_panels(name, panels, size=size, rows=numbers, folder=folder)
+    codecs = {row["codec"] for row in rows}
+    return Panels(by=("p", "codec"), plot=plot, abreast=len(codecs)).save(name, rows, folder)
 
 
 def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> None:

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio
-from experiments.results import Row, save, save_panels
+from experiments.results import Panels, Row, grouped, save
 from experiments.torch_codecs import TORCH_CODECS
 from pipesgd.checks import check_one_of
 from pipesgd.codecs.base import Codec
@@ -237,19 +237,16 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 def draw(name: str, rows: list[Row], folder: Path) -> Path:
     """Write the figure, with a panel for every size."""
-    sizes = dict.fromkeys(row["size"] for row in rows)
     height = 1.5 + 0.3 * len({row["contender"] for row in rows})
-    panels = [partial(plot, [row for row in rows if row["size"] == size]) for size in sizes]
-    return save_panels(name, panels, size=(6.5 * len(panels), height), folder=folder)
+    return Panels(by=("size",), plot=plot, panel=(6.5, height)).save(name, rows, folder)
 
 
 def publish(rows: list[Row], folder: Path) -> None:
     """Save the rows and their figure, and print them."""
     targets = {"decode_at_most": MOST_FOR_DECODE, "encode_and_hop_at_most": MOST_FOR_THE_REST}
     save("bench_codecs", rows, extra={"target": targets}, folder=folder)
-    of_size = {size: [row for row in rows if row["size"] == size] for size in dict.fromkeys(r["size"] for r in rows)}
     draw("bench_codecs", rows, folder)
-    for size, some in of_size.items():
+    for size, some in grouped(rows, "size").items():
         us = 1e6 * some[0]["copy_median_s"]
         command.show(f"{size}: times in copies of the same float32 values, of {us:.1f} us", _table(some))
 

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments import command
 from experiments.bench_pipelined import Workload
 from experiments.loops import Loop, Piped, Plain
-from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, show_verdicts, summarize, verdicts
-from experiments.results import save, save_figure
+from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, show_verdicts, summarize, verdicts
+from experiments.results import save
 from experiments.testbed import Link, rate_name
 from pipesgd.backend import BackendOptions
 from pipesgd.ddp import attach, compress
@@ -70,7 +70,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     rows = summarize(found, title, DDP)
     targets = verdicts({name: one["seconds"] for name, one in found.items()}, TARGETS)
     save("bench_doors", rows, extra={"targets": targets, "block": effort.block}, folder=arguments.output)
-    save_figure("bench_doors", rows, by="title", plot=plot, folder=arguments.output)
+    draw("bench_doors", rows, arguments.output)
     show(rows)
     show_verdicts(targets)
 

@@ -43,9 +43,9 @@ from experiments.island_loops import (
 )
 from experiments.limits import Cluster
 from experiments.loops import Loop
-from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, show_verdicts, summarize, verdicts
+from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, show_verdicts, summarize, verdicts
 from experiments.paired import paired_ratio
-from experiments.results import Row, save, save_figure
+from experiments.results import Row, save
 from experiments.testbed import Link
 from pipesgd.ranks import Ranks
 
@@ -162,7 +162,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         rows += of_cell
     extra = {"accelerator_s": ACCELERATOR, "block": effort.block, "targets": judged}
     save(NAME, rows, extra=extra, folder=arguments.output)
-    save_figure(NAME, rows, by="title", plot=plot, folder=arguments.output)
+    draw(NAME, rows, arguments.output)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from rich.console import Console
 from experiments import accelerators, command, paired
 from experiments.loops import Batch, Piped
 from experiments.paired import Seconds, interquartile_range, median, paired_ratio, slowest
-from experiments.results import Row, save, save_figure
+from experiments.results import Panels, Row, save
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.data import ShardedBatches, build_model, load_dataset
 from pipesgd.errors import UserInputError
@@ -184,6 +184,10 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
+draw = Panels(by=("title",), plot=plot).save
+"""Function that writes the figure, with a panel for every title."""
+
+
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command on torchrun's ranks, which are on one machine."""
     options = command.parser("bench_loading", __doc__)
@@ -208,7 +212,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
 def publish(rows: list[Row], folder: Path) -> None:
     """Save the rows and their figure, and print them."""
     save("bench_loading", rows, folder=folder)
-    save_figure("bench_loading", rows, by="title", plot=plot, folder=folder)
+    draw("bench_loading", rows, folder)
     command.show(
         rows[0]["title"],
         [

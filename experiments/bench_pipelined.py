@@ -28,7 +28,7 @@ from torch import nn
 from experiments import command, paired
 from experiments.loops import Batch, Loop, make_loops
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
-from experiments.results import Row, save, save_figure
+from experiments.results import Panels, Row, save
 from experiments.style import METHODS
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
@@ -199,6 +199,10 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
+draw = Panels(by=("workload",), plot=plot).save
+"""Function that writes the figure, with a panel for every workload."""
+
+
 def _colour(contender: str) -> str:
     """Return the colour that the contender's method has in all figures."""
     known = {"ddp": "ddp", "pipelined width 2": "width 2", "synchronous (width 1)": "D-Sync"}
@@ -208,7 +212,7 @@ def _colour(contender: str) -> str:
 def publish(rows: list[Row], folder: Path) -> None:
     """Save the rows and their figure, and print them."""
     save("bench_pipelined", rows, extra={"target": {"ratio_to_ddp_median_at_most": TARGET_RATIO}}, folder=folder)
-    save_figure("bench_pipelined", rows, by="workload", plot=plot, folder=folder)
+    draw("bench_pipelined", rows, folder)
     command.show(
         f"Time of an iteration; target: pipelined width 2 / ddp at most {TARGET_RATIO:.2f}",
         [

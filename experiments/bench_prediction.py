@@ -26,7 +26,7 @@ from torch import Tensor
 from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio
 from experiments.predictions import COMPARED
-from experiments.results import Row, save, save_figure
+from experiments.results import Panels, Row, save
 from pipesgd.data import build_model
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
@@ -145,10 +145,14 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
+draw = Panels(by=("optimizer",), plot=plot).save
+"""Function that writes the figure, with a panel for every optimizer."""
+
+
 def publish(rows: list[Row], folder: Path) -> None:
     """Save the rows and their figure, and print them."""
     save("bench_prediction", rows, folder=folder)
-    save_figure("bench_prediction", rows, by="optimizer", plot=plot, folder=folder)
+    draw("bench_prediction", rows, folder)
     command.show(
         "What an update with a prediction costs a rank, width 2",
         [

@@ -28,7 +28,7 @@ from torch import Tensor
 from experiments import command, paired
 from experiments.limits import SLOW_LINK
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
-from experiments.results import REPOSITORY, Row, load, save, save_figure
+from experiments.results import REPOSITORY, Panels, Row, load, save
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
@@ -173,6 +173,10 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
+draw = Panels(by=("p",), plot=plot).save
+"""Function that writes the figure, with a panel for every number of ranks."""
+
+
 def readable(nbytes: int) -> str:
     """Return ``nbytes`` in whole units."""
     for unit, size in (("MiB", 1 << 20), ("MB", 1_000_000), ("KiB", 1 << 10), ("kB", 1000)):
@@ -185,7 +189,7 @@ def publish(name: str, rows: list[Row], folder: Path, *, target: float, facts: d
     """Save the rows and their figure, and print them; ``facts`` are added to the manifest."""
     goal = {"ratio_median_at_most": target, "from_nbytes": TARGET_FROM_NBYTES}
     save(name, rows, extra={"target": goal, **(facts or {})}, folder=folder)
-    save_figure(name, rows, by="p", plot=plot, folder=folder)
+    draw(name, rows, folder)
     command.show(
         f"All-reduce, ring / native; target: at most {target:.2f} from {readable(TARGET_FROM_NBYTES)} on",
         [

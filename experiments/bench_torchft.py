@@ -32,17 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments import command
 from experiments.bench_accelerators import ACCELERATOR, ALONE, CLUSTER, DDP, WORKLOAD, emulate
 from experiments.loops import Loop, Piped, Plain, sgd
-from experiments.loops_on_links import (
-    Effort,
-    measure,
-    on_testbed,
-    plot,
-    show,
-    show_verdicts,
-    summarize,
-    verdicts,
-)
-from experiments.results import save, save_figure
+from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, show_verdicts, summarize, verdicts
+from experiments.results import save
 from pipesgd.comm.address import network_address
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.pipeline.local_steps import NESTEROV_LR, NESTEROV_MOMENTUM
@@ -166,7 +157,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     targets = verdicts({name: one["seconds"] for name, one in found.items()}, TARGETS)
     extra = {"accelerator": ACCELERATOR, "block": effort.block, "torchft": VERSION, "targets": targets}
     save(NAME, rows, extra=extra, folder=arguments.output)
-    save_figure(NAME, rows, by="title", plot=plot, folder=arguments.output)
+    draw(NAME, rows, arguments.output)
     show(rows)
     show_verdicts(targets)
 

@@ -30,7 +30,7 @@ from experiments import command, contenders, style
 from experiments.contenders import NEVER
 from experiments.kept_runs import KeptRuns
 from experiments.paired import median
-from experiments.results import Row, code_state, save, save_panels
+from experiments.results import Panels, Row, code_state, save
 from experiments.testbed_jobs import run_training
 from pipesgd.data import make_workload
 from pipesgd.errors import RunError
@@ -239,11 +239,8 @@ def verdict(row: Row) -> str:
     return "met" if row["difference_to_fp32_points"] >= -MOST_LOST else "MISSED"
 
 
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure, with a panel for every model."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    panels = [partial(plot, [row for row in rows if row["model"] == model]) for model in models]
-    return save_panels(name, panels, size=(7.0 * len(panels), 4.5), folder=folder)
+draw = Panels(by=("model",), plot=plot, panel=(7.0, 4.5)).save
+"""Function that writes the figure, with a panel for every model."""
 
 
 def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Console) -> None:

@@ -11,7 +11,6 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from experiments import command
 from experiments.limits import Cluster
-from experiments.results import RESULTS, Row, draw_panels, load, save, save_panels
+from experiments.results import RESULTS, Panels, Row, load, save
 from experiments.testbed import Link
 from pipesgd.run.console import say
 
@@ -53,8 +52,9 @@ class PaperFigure:
 
     def draw(self, rows: Sequence[Row], only: Sequence[str] | None = None) -> Figure:
         """Draw all panels, or ``only`` some; a notebook shows the returned figure."""
-        panels, size, lines = self._layout(rows, only)
-        return draw_panels(panels, size=size, rows=lines)
+        if only is not None:
+            rows = [row for name in only for row in rows if row["panel"] == name]
+        return self._panels.draw(rows)
 
     def show(self, only: Sequence[str] | None = None) -> Figure | str:
         """Return, for a notebook, the figure of the saved results, or a text on how to make them if there are none."""
@@ -69,24 +69,16 @@ class PaperFigure:
 
     def save(self, rows: Sequence[Row], folder: Path, *, dpi: float | None = None) -> Path:
         """Draw all panels into ``folder/name.png``."""
-        panels, size, lines = self._layout(rows, None)
-        return save_panels(self.name, panels, size=size, rows=lines, folder=folder, dpi=dpi)
+        return self._panels.save(self.name, rows, folder, dpi)
 
     @property
     def file(self) -> str:
         """Name of the file of the figure's table."""
         return f"{self.name}.{self.columns}"
 
-    def _layout(
-        self, rows: Sequence[Row], only: Sequence[str] | None
-    ) -> tuple[list[Callable[[Axes], Axes]], tuple[float, float], int]:
-        names = list(dict.fromkeys(row["panel"] for row in rows)) if only is None else list(only)
-        panels: list[Callable[[Axes], Axes]] = [
-            partial(self.plot, [row for row in rows if row["panel"] == name]) for name in names
-        ]
-        lines = -(-len(panels) // self.abreast)
-        width, height = self.panel
-        return panels, (width * min(self.abreast, len(panels)), height * lines), lines
+    @property
+    def _panels(self) -> Panels:
+        return Panels(by=("panel",), plot=self.plot, panel=self.panel, abreast=self.abreast)
 
     def publish(self, rows: list[Row], arguments: Namespace, console: Console, extra: dict[str, Any]) -> None:
         """Save table, manifest and figure."""

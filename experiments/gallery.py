@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -43,7 +42,7 @@ from experiments import (
     theano_mpi,
     validate_timing_model,
 )
-from experiments.results import REPOSITORY, RESULTS, Row, command_of, load, save_figure
+from experiments.results import REPOSITORY, RESULTS, Row, command_of, load
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
@@ -80,11 +79,6 @@ def compared(name: str, rows: list[Row], folder: Path) -> Path:
     return compare.draw(name, rows, figures.title_of(figures.manifest(name)), folder)
 
 
-def panels_by(column: str, plot: Any) -> Draw:
-    """Return a function that draws a panel for every value of a column."""
-    return lambda name, rows, folder: save_figure(name, rows, by=column, plot=plot, folder=folder)
-
-
 def of_the_paper(name: str, rows: list[Row], folder: Path) -> Path:
     """Draw the figure of the paper's question, which has two tables."""
     return paper_question.draw(name, rows, load(RESULTS / f"{name}_jitter.csv"), folder)
@@ -92,19 +86,19 @@ def of_the_paper(name: str, rows: list[Row], folder: Path) -> Path:
 
 DRAWN: dict[str, Draw] = {
     "accuracy_": compared,
-    "bench_accelerators": panels_by("title", loops_on_links.plot),
+    "bench_accelerators": loops_on_links.draw,
     "bench_all_reduce": bench_all_reduce.draw,
     "bench_codecs": bench_codecs.draw,
-    "bench_doors": panels_by("title", loops_on_links.plot),
-    "bench_islands": panels_by("title", loops_on_links.plot),
-    "bench_loading": panels_by("title", bench_loading.plot),
-    "bench_pipelined": panels_by("workload", bench_pipelined.plot),
-    "bench_prediction": panels_by("optimizer", bench_prediction.plot),
-    "bench_ring": panels_by("p", bench_ring.plot),
-    "bench_torchft": panels_by("title", loops_on_links.plot),
+    "bench_doors": loops_on_links.draw,
+    "bench_islands": loops_on_links.draw,
+    "bench_loading": bench_loading.draw,
+    "bench_pipelined": bench_pipelined.draw,
+    "bench_prediction": bench_prediction.draw,
+    "bench_ring": bench_ring.draw,
+    "bench_torchft": loops_on_links.draw,
     "codec_accuracy": codec_accuracy.draw,
     "compare_": compared,
-    "islands_accuracy": panels_by("workload", islands_accuracy.plot),
+    "islands_accuracy": islands_accuracy.draw,
     "lateness": lateness.draw,
     "local_steps_accuracy": local_steps_accuracy.draw,
     "local_steps_time": local_steps_time.draw,

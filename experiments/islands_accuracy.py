@@ -42,7 +42,7 @@ from experiments.island_loops import (
     transformer,
 )
 from experiments.kept_runs import KeptRuns
-from experiments.results import Row, code_state, save, save_figure
+from experiments.results import Panels, Row, code_state, save
 from experiments.simulated_tables import changes, column, mean_of_all
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.data import DataSplits, evaluation_batches
@@ -248,6 +248,10 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
+draw = Panels(by=("workload",), plot=plot).save
+"""Function that writes the figure, with a panel for every workload."""
+
+
 def parse(words: Sequence[str], world_size: int) -> Namespace:
     """Return the options; raises ``UserInputError``."""
     options = command.parser(NAME, __doc__)
@@ -281,7 +285,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         "runs_made_with": sorted({str(runs[one.name].commit) for one in planned}),
     }
     save(NAME, rows, extra=extra, folder=arguments.output)
-    save_figure(NAME, rows, by="workload", plot=plot, folder=arguments.output)
+    draw(NAME, rows, arguments.output)
     command.show("Means over seeds, and targets", [_texts(row) for row in summary])
 
 

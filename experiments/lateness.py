@@ -27,7 +27,7 @@ from rich.console import Console
 
 from experiments import command, figures, simulated_runs, simulated_tables, style
 from experiments.late_layers import layers_of
-from experiments.results import Row, save_figure
+from experiments.results import Panels, Row
 from experiments.simulated_runs import QUICK_ITERATIONS, Run
 from experiments.simulated_tables import changes, column, mean_of_all
 from experiments.staleness_runs import OPTIMIZERS, Workload
@@ -195,9 +195,8 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure, with a panel for every workload."""
-    return save_figure(name, rows, by="workload", plot=plot, folder=folder)
+draw = Panels(by=("workload",), plot=plot).save
+"""Function that writes the figure, with a panel for every workload."""
 
 
 def publish(rows: list[Row], summary: list[Row], runs: Mapping[str, Run], folder: Path) -> None:

@@ -47,7 +47,7 @@ from experiments.accuracies import seconds_to
 from experiments.kept_runs import KeptRuns
 from experiments.local_steps_accuracy import DILOCO, LOCAL_STEPS, STEPS, Planned, Way, planned_run, ways
 from experiments.paired import median, paired_ratio
-from experiments.results import Row, code_state, save, save_figure
+from experiments.results import Panels, Row, code_state, save
 from experiments.simulated_runs import QUICK_ITERATIONS, WORLD_SIZE, Run
 from experiments.simulated_tables import mean_of_all
 from experiments.staleness_runs import OPTIMIZERS, WORKLOADS
@@ -400,9 +400,8 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure, with a panel for every kind of accelerator."""
-    return save_figure(name, rows, by="accelerator", plot=plot, folder=folder)
+draw = Panels(by=("accelerator",), plot=plot).save
+"""Function that writes the figure, with a panel for every kind of accelerator."""
 
 
 def publish(

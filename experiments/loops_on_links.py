@@ -29,7 +29,7 @@ from experiments.bench_pipelined import UNTIMED_ITERATIONS, Workload, make_block
 from experiments.cpu_time import CpuTime
 from experiments.loops import Loop
 from experiments.paired import Contender, interquartile_range, median, paired_ratio
-from experiments.results import Row
+from experiments.results import Panels, Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
 from pipesgd.config import DEFAULT_TIMEOUT
@@ -241,6 +241,10 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     axes.set(title=textwrap.fill(rows[0]["title"], 30), xlabel="time of an iteration, median (ms)")
     axes.margins(x=0.12)
     return axes
+
+
+draw = Panels(by=("title",), plot=plot).save
+"""Function that writes the figure, with a panel for every title."""
 
 
 def show(rows: Sequence[Row], **columns: str) -> None:

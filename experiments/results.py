@@ -6,13 +6,15 @@ import csv
 import functools
 import itertools
 import json
+import operator
 import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,13 +75,43 @@ def load(path: Path) -> list[Row]:
         return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
 
 
-def save_figure(
-    name: str, rows: list[Row], *, by: str, plot: Callable[[list[Row], Axes], Axes], folder: Path = RESULTS
-) -> Path:
-    """Write ``folder/name.png``, with a panel by ``plot`` for every value of column ``by``; return its path."""
-    values = list(dict.fromkeys(row[by] for row in rows))
-    panels = [functools.partial(plot, [row for row in rows if row[by] == value]) for value in values]
-    return save_panels(name, panels, size=(4.2 * len(panels), 4.0), folder=folder)
+def grouped(rows: Iterable[Row], *columns: str) -> dict[Any, list[Row]]:
+    """Return the rows by their value in a column, or by their values in several, in the order in which these come.
+
+    >>> grouped([{"p": 2, "s": 1.0}, {"p": 3, "s": 2.0}, {"p": 2, "s": 3.0}], "p")
+    {2: [{'p': 2, 's': 1.0}, {'p': 2, 's': 3.0}], 3: [{'p': 3, 's': 2.0}]}
+    """
+    value_of = operator.itemgetter(*columns)
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(value_of(row), []).append(row)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panels:
+    """Panels of a figure: one for the rows of every value in some columns."""
+
+    by: tuple[str, ...]
+    """Columns that tell the panels apart."""
+    plot: Callable[[list[Row], Axes], Axes]
+    """Function that draws the rows of one panel."""
+    panel: tuple[float, float] = (4.2, 4.0)
+    """Width and height of a panel, in inches."""
+    abreast: int | None = None
+    """Largest number of panels in a line; None for a single line."""
+
+    def draw(self, rows: Iterable[Row]) -> Figure:
+        """Return the figure. A notebook displays it."""
+        panels = [functools.partial(self.plot, own) for own in grouped(rows, *self.by).values()]
+        across = min(self.abreast or len(panels), len(panels))
+        lines = -(-len(panels) // across)
+        width, height = self.panel
+        return draw_panels(panels, size=(width * across, height * lines), rows=lines)
+
+    def save(self, name: str, rows: Iterable[Row], folder: Path = RESULTS, dpi: float | None = None) -> Path:
+        """Write ``folder/name.png``; return its path. ``dpi`` replaces the style's resolution."""
+        return _write_figure(name, self.draw(rows), folder, dpi)
 
 
 def save_panels(
@@ -89,21 +121,13 @@ def save_panels(
     size: tuple[float, float],
     rows: int = 1,
     folder: Path = RESULTS,
-    dpi: float | None = None,
 ) -> Path:
-    """Write ``folder/name.png``, of ``size`` in inches, with the panels row by row; return its path.
-
-    Each function in ``panels`` draws one. ``dpi`` replaces the style's resolution.
-    """
-    path = folder / f"{name}.png"
-    with styled():
-        # The metadata leave out the version, so that a file changes only if the drawing does.
-        draw_panels(panels, size=size, rows=rows).savefig(path, dpi=dpi or "figure", metadata={"Software": None})
-    return path
+    """Write ``folder/name.png``, of ``size`` in inches, with the panels row by row; return its path."""
+    return _write_figure(name, draw_panels(panels, size=size, rows=rows), folder)
 
 
 def draw_panels(panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, float], rows: int = 1) -> Figure:
-    """Return a figure of ``size`` in inches with the panels, row by row. A notebook displays it."""
+    """Return a figure of ``size`` in inches with the panels, each drawn by a function, row by row."""
     # Imported here, since only one rank draws, at the end. pyplot would keep figures in a global list.
     from matplotlib.figure import Figure
 
@@ -116,6 +140,14 @@ def draw_panels(panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, 
             else:
                 draw(axes)
     return figure
+
+
+def _write_figure(name: str, figure: Figure, folder: Path, dpi: float | None = None) -> Path:
+    path = folder / f"{name}.png"
+    with styled():
+        # The metadata leave out the version, so that a file changes only if the drawing does.
+        figure.savefig(path, dpi=dpi or "figure", metadata={"Software": None})
+    return path
 
 
 def command_line() -> str:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from experiments import style
-from experiments.results import Row, save_panels
+from experiments.results import Panels, Row
 from experiments.staleness_runs import BASELINE, METHODS, WORKLOADS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.axes import Axes
 
 METHOD_COLOURS = {
@@ -25,7 +21,6 @@ METHOD_COLOURS = {
     "local": style.WINE,
 }
 """Colours of methods, as in all figures but for ``local``, which elsewhere is training without communication."""
-PANELS_ABREAST = 3
 
 
 class Judged(NamedTuple):
@@ -100,10 +95,5 @@ def _plot_methods(rows: Sequence[Row], judged: Judged, axes: Axes) -> Axes:
     return axes
 
 
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure: a panel for every workload and optimizer."""
-    cells = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
-    panels = [partial(plot, [row for row in rows if (row["workload"], row["optimizer"]) == cell]) for cell in cells]
-    lines = math.ceil(len(panels) / PANELS_ABREAST)
-    size = (7.0 * min(len(panels), PANELS_ABREAST), 4.5 * lines)
-    return save_panels(name, panels, size=size, rows=lines, folder=folder)
+draw = Panels(by=("workload", "optimizer"), plot=plot, panel=(7.0, 4.5), abreast=3).save
+"""Function that writes the figure, with a panel for every workload and optimizer."""

@@ -23,13 +23,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
 from experiments import command, simulated_runs
-from experiments.results import Row, save, save_panels
+from experiments.results import Panels, Row, grouped, save
 from experiments.systems import accuracy, table
 from experiments.systems.catalogue import HOGWILD, NAME, NOT_HERE, systems
 from experiments.systems.times import finished_cells
@@ -76,14 +74,8 @@ def compute(arguments: Namespace, console: Console) -> list[Row]:
     return table.rows_of(titles, whole, keys, curves)
 
 
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure, with a panel for every workload and link."""
-    settings = dict.fromkeys((row["workload"], row["rate"]) for row in rows)
-    panels = [
-        partial(table.plot, [row for row in rows if (row["workload"], row["rate"]) == setting]) for setting in settings
-    ]
-    lines = -(-len(panels) // 2)
-    return save_panels(name, panels, size=(13.0, 5.5 * lines), rows=lines, folder=folder)
+draw = Panels(by=("workload", "rate"), plot=table.plot, panel=(6.5, 5.5), abreast=2).save
+"""Function that writes the figure, with a panel for every workload and link."""
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
@@ -102,8 +94,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     }
     path = save(NAME, rows, extra=extra, folder=arguments.output)
     draw(NAME, rows, arguments.output)
-    for workload, rate in dict.fromkeys((row["workload"], row["rate"]) for row in rows):
-        own = [row for row in rows if (row["workload"], row["rate"]) == (workload, rate)]
+    for (workload, rate), own in grouped(rows, "workload", "rate").items():
         table.show(own, f"{workload}, {rate}; emulated links and accelerators")
     not_here = (f"{name} is not here: {reason}" for name, reason in NOT_HERE.items())
     say(console, *table.reasons(rows), *not_here, f"wrote {path}")

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from experiments import compare_plan
-from experiments.results import RESULTS, Row, command_line, command_of, load, save, save_figure
+from experiments.results import RESULTS, Panels, Row, command_line, command_of, load, save
 
 ROWS: list[Row] = [
     {"name": "ring, ours", "nbytes": 4096, "seconds": 1.25e-05, "met": True, "restarts": None},
@@ -88,6 +88,20 @@ def test_a_figure_has_a_panel_for_every_value(tmp_path: Path) -> None:
         drawn.append(rows)
         return axes
 
-    path = save_figure("bench", ROWS, by="name", plot=plot, folder=tmp_path)
+    path = Panels(by=("name",), plot=plot).save("bench", ROWS, tmp_path)
     assert drawn == [[ROWS[0]], [ROWS[1]]]
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_panels_are_told_apart_by_several_columns_and_fill_line_after_line() -> None:
+    titles: list[list[str]] = []
+
+    def plot(rows: list[Row], axes: Axes) -> Axes:
+        titles.append([row["name"] for row in rows])
+        return axes
+
+    rows = [{"p": p, "codec": codec, "name": f"{p} {codec}"} for codec in ("a", "b") for p in (2, 2, 3)]
+    figure = Panels(by=("p", "codec"), plot=plot, panel=(2.0, 1.5), abreast=3).draw(rows)
+    assert titles == [["2 a", "2 a"], ["3 a"], ["2 b", "2 b"], ["3 b"]]
+    assert len(figure.axes) == 4
+    assert figure.get_size_inches().tolist() == [6.0, 3.0]
