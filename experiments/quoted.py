@@ -9,14 +9,16 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import mean
 
 from experiments import accuracies as accuracies_of
 from experiments import fig03_convergence, figures, first_screen
+from experiments.command import text_of
 from experiments.markdown import table
 from experiments.quoted_reliability import RELIABILITY
 from experiments.quoted_staleness import accuracies, short_accuracies
-from experiments.results import RESULTS, Row, command_of, load
+from experiments.results import RESULTS, Row, command_of, grouped, load
 from experiments.style import TITLES
 from experiments.systems.headlines import ours_in_words
 from experiments.validate_timing_model import accuracy
@@ -54,8 +56,8 @@ def iteration_times() -> str:
     """Return the iteration times of all strategies, at three rates."""
     results = [comparison("mlp", rate) for rate in RATES]
 
-    def cells(seconds: Iterable[object]) -> list[str]:
-        return [f"{1e3 * float(str(one)):.0f}" for one in seconds]
+    def cells(seconds: Iterable[float]) -> list[str]:
+        return [f"{1e3 * one:.0f}" for one in seconds]
 
     shown = ("ps-sync", "ps-async", "D-Sync, ring", "ddp", "ddp fp16", "width 2, ring", "local")
     rows = [[titled(name), *cells(one[name]["iteration_median_s"] for one in results)] for name in shown]
@@ -69,10 +71,10 @@ def codec_times() -> str:
     lines = []
     for codec in ("int8", "int4", "ternary"):
         row = rows[f"width 2, {codec}"]
-        seconds = float(row["iteration_median_s"])
-        times = [float(rows[name]["iteration_median_s"]) / seconds for name in ("ddp", "ddp fp16")]
-        points = [f"{float(lost[model, codec]['difference_to_fp32_points']):+.2f}" for model in ("mlp", "convnet")]
-        milliseconds, megabytes = f"{1e3 * seconds:.0f}", f"{float(row['wire_bytes']) / 1e6:.2f}"
+        seconds = row["iteration_median_s"]
+        times = [rows[name]["iteration_median_s"] / seconds for name in ("ddp", "ddp fp16")]
+        points = [f"{lost[model, codec]['difference_to_fp32_points']:+.2f}" for model in ("mlp", "convnet")]
+        milliseconds, megabytes = f"{1e3 * seconds:.0f}", f"{row['wire_bytes'] / 1e6:.2f}"
         cells = [milliseconds, megabytes, f"{times[0]:.1f}x", f"{times[1]:.1f}x", ", ".join(points)]
         lines.append([titled(f"width 2, {codec}"), *cells])
     heads = ["", "ms an iteration", "MB sent by a rank", "as fast as DDP", "as DDP, fp16 hook"]
@@ -204,7 +206,7 @@ def predictions() -> str:
         lines.append([f"**all {kind}**", *predicted(of_kind)])
         if kind == HELD_OUT:
             for name, words in (("the ring", "ring"), ("torch's own all-reduce", "native")):
-                if own := [row for row in of_kind if str(row["words"]).endswith(f"--all-reduce {words}")]:
+                if own := [row for row in of_kind if row["words"].endswith(f"--all-reduce {words}")]:
                     lines.append([f"of these, {name}", *predicted(own)])
     heads = ["", "cells", "mean error, %", "95 % within, %", "two halves apart, %", "in the 90 % interval, %"]
     return table(heads, lines)
@@ -215,8 +217,8 @@ def chosen_by_auto() -> str:
     rows = load(RESULTS / "validate_timing_model_auto.csv")
     lines = [
         [
-            str(row["setting"]),
-            ", ".join(str(row["chosen"]).split()[1::2]),
+            row["setting"],
+            ", ".join(row["chosen"].split()[1::2]),
             f"{1e3 * row['measured_s']:.0f}",
             f"{100 * row['predicted_error']:+.1f}",
             f"{100 * row['reported_error']:+.1f}",
@@ -261,11 +263,11 @@ def predicted(rows: Sequence[Row]) -> list[str]:
 def other_figures() -> str:
     """Return a table of all other figures, one line each."""
     server = comparison("mlp", "200mbit")
-    to_server = float(server["ps-sync"]["iteration_median_s"]) / float(server["width 2, ring"]["iteration_median_s"])
+    to_server = server["ps-sync"]["iteration_median_s"] / server["width 2, ring"]["iteration_median_s"]
     pipelined = [
-        float(row["ratio_to_ddp_median"])
+        row["ratio_to_ddp_median"]
         for row in load(RESULTS / "bench_pipelined.csv")
-        if str(row["contender"]).startswith("pipelined width 2")
+        if row["contender"].startswith("pipelined width 2")
     ]
     kills, testbeds = load(RESULTS / "kill_anywhere.csv"), load(RESULTS / "kill_testbed.csv")
     loading = load(RESULTS / "bench_loading.csv")
@@ -324,41 +326,36 @@ def other_figures() -> str:
 
 def timed(name: str) -> str:
     """Return tables of the iterations of loops that were timed next to DDP (``experiments.loops_on_links``)."""
-    rows = load(RESULTS / f"{name}.csv")
-    tables = []
-    for title in dict.fromkeys(str(row["title"]) for row in rows):
-        lines = [
-            [
-                str(row["contender"]),
-                f"{1e3 * float(row['median_s']):.0f}",
-                f"{float(row['times_as_fast_as_ddp']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})",
-            ]
-            for row in rows
-            if row["title"] == title
-        ]
-        tables.append(table([title, "ms an iteration", "times as fast as DDP (95 % interval)"], lines))
-    return "\n\n".join(tables)
+    heads = ["ms an iteration", "times as fast as DDP (95 % interval)"]
+    return _by_title(name, heads, lambda row: [row["contender"], f"{1e3 * row['median_s']:.0f}", _next_to_ddp(row)])
+
+
+def _by_title(name: str, heads: Sequence[str], cells: Callable[[Row], list[str]]) -> str:
+    """Return a table for every title of a result, with these ``cells`` for a row."""
+    tables = grouped(load(RESULTS / f"{name}.csv"), "title")
+    return "\n\n".join(table([title, *heads], map(cells, rows)) for title, rows in tables.items())
+
+
+def _next_to_ddp(row: Row) -> str:
+    return "{times_as_fast_as_ddp:.2f} ({low:.2f} to {high:.2f})".format(**row)
 
 
 def island_bytes() -> str:
     """Return tables of the bytes of an iteration inside and between islands, and of the time next to HSDP's."""
-    rows = load(RESULTS / "bench_islands.csv")
-    counts = ("inside_payload_bytes", "between_payload_bytes", "announced_bytes")
-    tables = []
-    for title in dict.fromkeys(str(row["title"]) for row in rows):
-        lines = [
-            [
-                str(row["contender"]),
-                f"{1e3 * float(row['median_s']):.0f}",
-                "{times_as_fast_as_hsdp:.2f} ({hsdp_low:.2f} to {hsdp_high:.2f})".format(**row),
-                *("" if row[name] is None else f"{float(row[name]):,.0f}" for name in counts),
-            ]
-            for row in rows
-            if row["title"] == title
+
+    def cells(row: Row) -> list[str]:
+        return [
+            row["contender"],
+            f"{1e3 * row['median_s']:.0f}",
+            "{times_as_fast_as_hsdp:.2f} ({hsdp_low:.2f} to {hsdp_high:.2f})".format(**row),
+            *(
+                text_of(row, f"{name}_bytes", ",.0f", missing="")
+                for name in ("inside_payload", "between_payload", "announced")
+            ),
         ]
-        heads = ["ms an iteration", "times as fast as HSDP (95 % interval)", "bytes inside", "between", "announced"]
-        tables.append(table([title, *heads], lines))
-    return "\n\n".join(tables)
+
+    heads = ["ms an iteration", "times as fast as HSDP (95 % interval)", "bytes inside", "between", "announced"]
+    return _by_title("bench_islands", heads, cells)
 
 
 def island_accuracies() -> str:
@@ -393,37 +390,30 @@ def _interval(one: Row) -> str:
 
 def exchanged() -> str:
     """Return tables of what of gradients is exchanged: the bytes, the time, and what was predicted before."""
-    rows = load(RESULTS / "reduces.csv")
-    tables = []
-    for title in dict.fromkeys(str(row["title"]) for row in rows):
-        lines = []
-        for row in rows:
-            if row["title"] != title:
-                continue
-            seconds, told, sent = float(row["median_s"]), row["predicted_s"], row["wire_bytes"]
-            lines.append(
-                [
-                    str(row["contender"]),
-                    "" if sent is None else f"{float(sent) / 1e6:.2f}",
-                    f"{1e3 * seconds:.0f}",
-                    "" if told is None else f"{1e3 * float(told):.0f}",
-                    "" if told is None else f"{100 * (float(told) / seconds - 1):+.1f}",
-                    f"{float(row['times_as_fast_as_ddp']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})",
-                ]
-            )
-        heads = [title, "MB sent by a rank", "ms an iteration", "predicted", "off by, %"]
-        tables.append(table([*heads, "times as fast as DDP (95 % interval)"], lines))
-    return "\n\n".join(tables)
+
+    def cells(row: Row) -> list[str]:
+        text, told = partial(text_of, row, missing=""), row["predicted_s"]
+        return [
+            row["contender"],
+            text("wire_bytes", ".2f", 1e-6),
+            text("median_s", ".0f", 1e3),
+            text("predicted_s", ".0f", 1e3),
+            "" if told is None else f"{100 * (told / row['median_s'] - 1):+.1f}",
+            _next_to_ddp(row),
+        ]
+
+    heads = ["MB sent by a rank", "ms an iteration", "predicted", "off by, %", "times as fast as DDP (95 % interval)"]
+    return _by_title("reduces", heads, cells)
 
 
 def link_shared() -> str:
     """Return a table of training next to another program's download: both programs' speed."""
     lines = [
         [
-            str(row["contender"]),
-            f"{1e3 * float(row['alone_s']):.0f}",
-            f"{1e3 * float(row['median_s']):.0f}",
-            f"{8e-6 * float(row['other_rate']):.0f}",
+            row["contender"],
+            f"{1e3 * row['alone_s']:.0f}",
+            f"{1e3 * row['median_s']:.0f}",
+            f"{8e-6 * row['other_rate']:.0f}",
         ]
         for row in load(RESULTS / "shared_link.csv")
     ]
@@ -438,13 +428,13 @@ def hooks() -> str:
         ratio = ""
         if row["against"] is not None:
             ratio = f"{row['ratio_median']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}) of {row['against']}"
-        lines.append([str(row["workload"]), str(row["contender"]), f"{1e3 * float(row['median_s']):.1f}", ratio])
+        lines.append([row["workload"], row["contender"], f"{1e3 * row['median_s']:.1f}", ratio])
     return table(["", "", "ms an iteration", "ratio (95 % interval)"], lines)
 
 
 def next_to_torchft() -> str:
     """Return a sentence about iterations with accelerators: without a network, ours, torchft's and DDP's."""
-    rows = {str(row["contender"]): f"{1e3 * float(row['median_s']):.0f}" for row in load(RESULTS / "bench_torchft.csv")}
+    rows = {row["contender"]: f"{1e3 * row['median_s']:.0f}" for row in load(RESULTS / "bench_torchft.csv")}
     return (
         f"Where accelerators compute (emulated ones, 75 ms an iteration, four nodes at 200 Mbit/s), an iteration takes "
         f"{rows['no communication']} ms without a network, {rows['pipesgd, int4, H 1']} ms with pipesgd and int4, "
@@ -532,12 +522,12 @@ def titled(contender: str) -> str:
 
 def comparison(workload: str, rate: str) -> dict[str, Row]:
     """Return the rows of a comparison on four nodes, by contender."""
-    return {str(row["contender"]): row for row in load(RESULTS / f"compare_{workload}_4x{rate}.csv")}
+    return {row["contender"]: row for row in load(RESULTS / f"compare_{workload}_4x{rate}.csv")}
 
 
 def coded() -> dict[str, Row]:
     """Return the rows of the comparison with codecs, by contender."""
-    return {str(row["contender"]): row for row in load(RESULTS / "compare_mlp_4x200mbit_codecs.csv")}
+    return {row["contender"]: row for row in load(RESULTS / "compare_mlp_4x200mbit_codecs.csv")}
 
 
 def codec_ratio(codec: str) -> str:
@@ -549,7 +539,7 @@ def codec_speed(where: str) -> str:
     """Return the ratios of the targeted operations to a copy."""
     rows = [row for row in load(RESULTS / "bench_codecs.csv") if row["size"] == where]
     ours = [row for row in rows if row["contender"] in ("bf16", "int8", "int4", "ternary")]
-    hops = [float(row["ratio_median"]) for row in ours if row["operation"] in ("encode", "decode", "hop")]
+    hops = [row["ratio_median"] for row in ours if row["operation"] in ("encode", "decode", "hop")]
     assert len(hops) == 4 * 3
     return spread(hops)
 
@@ -558,8 +548,8 @@ def wire_share() -> str:
     """Return the ring's efficiency with a codec, relative to what the wire allows."""
     rows = [row for rate in SLOW for row in load(RESULTS / f"bench_all_reduce_{rate}.csv")]
     ours = [row for row in rows if row["algorithm"] == "ring" and row["codec"] in ("int8", "int4")]
-    assert {int(row["nbytes"]) for row in ours} >= {1_000_000, 40_000_000}
-    return spread([float(row["efficiency"]) for row in ours if int(row["nbytes"]) >= 1_000_000])
+    assert {row["nbytes"] for row in ours} >= {1_000_000, 40_000_000}
+    return spread([row["efficiency"] for row in ours if row["nbytes"] >= 1_000_000])
 
 
 def to_limit(workloads: Sequence[str], rates: Sequence[str]) -> str:
@@ -576,7 +566,7 @@ def to_limit(workloads: Sequence[str], rates: Sequence[str]) -> str:
 
 def ring(name: str, from_nbytes: int) -> str:
     """Return the ratios of our ring's time to torch's."""
-    return spread([float(row["ratio_median"]) for row in load(RESULTS / name) if int(row["nbytes"]) >= from_nbytes])
+    return spread([row["ratio_median"] for row in load(RESULTS / name) if row["nbytes"] >= from_nbytes])
 
 
 def spread(values: Sequence[float]) -> str:
