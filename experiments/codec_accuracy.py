@@ -101,9 +101,9 @@ class Planned:
     """Arguments of ``pipesgd.train``, all but --output."""
 
 
-def runs_in(folder: Path) -> KeptRuns[Run]:
-    """Return the finished runs of a folder."""
-    return KeptRuns(folder / "codec_accuracy.runs.json", Run)
+def runs_in(folder: Path, *, fresh: bool = False) -> KeptRuns[Run]:
+    """Return the finished runs of a folder, which ``fresh`` forgets."""
+    return KeptRuns(folder / "codec_accuracy.runs.json", Run, fresh=fresh)
 
 
 def plan(models: Sequence[str], codecs: Sequence[str], seeds: int, *, quick: bool) -> list[Planned]:
@@ -309,9 +309,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    runs = runs_in(arguments.output)
-    if arguments.fresh:
-        runs.forget()
+    runs = runs_in(arguments.output, fresh=arguments.fresh)
     planned = plan(arguments.models, arguments.codecs, arguments.seeds, quick=arguments.quick)
     numel = ranks.raise_together("data", lambda: {model: parameters(model) for model in arguments.models})
     done = compute(planned, runs, console)

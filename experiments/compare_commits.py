@@ -305,9 +305,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    kept = KeptRuns(STATE.resolve(), Turn)
-    if arguments.fresh:
-        kept.forget()
+    kept = KeptRuns(STATE.resolve(), Turn, fresh=arguments.fresh)
     rows = summarize(compute(arguments, kept, console))
     save("compare_commits", rows, extra={"baseline": arguments.baseline, "cell": CELL}, folder=arguments.output)
     show(rows)

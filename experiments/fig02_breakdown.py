@@ -16,6 +16,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,19 +108,6 @@ def measure(workload: str, *, quick: bool) -> Measured:
     return Measured(commit=code_state(), measured=measured, predicted=predicted)
 
 
-def compute(workloads: Sequence[str], kept: KeptRuns[Measured], console: Console, *, quick: bool = False) -> list[Row]:
-    """Return a row for every workload, method and kind; workloads that are missing are measured now."""
-    done = kept.load()
-    missing = [one for one in workloads if one not in done]
-    command.say_kept(console, len(workloads), len(missing))
-    with command.progress(console, "breakdown", len(missing)) as advance:
-        for workload in missing:
-            done[workload] = measure(workload, quick=quick)
-            kept.add(workload, done[workload])
-            advance(1, workload)
-    return tabulate({name: done[name] for name in workloads})
-
-
 def tabulate(found: Mapping[str, Measured]) -> list[Row]:
     """Return the rows, in seconds; parts that one of the kinds does not have are None."""
     columns = dict.fromkeys((*PARTS, "other", "communication", *PREDICTED_PARTS, "iteration"))
@@ -185,11 +173,10 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     options.add_argument("--fresh", action="store_true", help="forget the finished workloads in the output folder")
     arguments = ranks.raise_together("options", lambda: figures.checked(NAME, options, words, ranks.by_torchrun))
     command.check_each_once(arguments, {"workloads": CHOSEN})
-    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Measured)
-    if arguments.fresh:
-        kept.forget()
+    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Measured, fresh=arguments.fresh)
     workloads = ["digits"] if arguments.quick else arguments.workloads
-    rows = compute(workloads, kept, console, quick=arguments.quick)
+    measured = partial(measure, quick=arguments.quick)
+    rows = tabulate(kept.complete({one: one for one in workloads}, measured, console, "breakdown"))
     made_with = sorted({str(one.commit) for one in kept.load().values()})
     nodes = QUICK_NODES if arguments.quick else NODES
     FIGURE.publish(rows, arguments, console, {"nodes": nodes, "rate": RATE, "made_with": made_with})

@@ -190,9 +190,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     add("--fresh", action="store_true", help="forget the finished runs in the output folder")
     arguments = ranks.raise_together("options", lambda: figures.checked(NAME, options, words, ranks.by_torchrun))
     command.check_each_once(arguments, {"methods": METHODS})
-    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Run)
-    if arguments.fresh:
-        kept.forget()
+    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Run, fresh=arguments.fresh)
     seeds = arguments.seeds or (1 if arguments.quick else SEEDS)
     rows = compute(arguments.methods, seeds, kept, console, quick=arguments.quick)
     made_with = sorted({str(one.commit) for one in kept.load().values()})

@@ -270,9 +270,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command, as one of torchrun's ranks."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.world_size))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
-    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Run)
-    if arguments.fresh and ranks.rank == 0:
-        kept.forget()
+    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Run, fresh=arguments.fresh and ranks.rank == 0)
     planned = plan(arguments.workloads, arguments.seeds or (1 if arguments.quick else SEEDS), quick=arguments.quick)
     runs = make_runs(planned, kept, ranks, console)
     if ranks.rank > 0:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from rich.console import Console
+
+from experiments import command
+
 Run = TypeVar("Run", bound=Any)
+Planned = TypeVar("Planned")
 
 
 class KeptRuns(Generic[Run]):
@@ -16,11 +22,14 @@ class KeptRuns(Generic[Run]):
     Args:
         path: the file.
         kind: the dataclass that holds a run.
+        fresh: True to forget the runs that the file has.
     """
 
-    def __init__(self, path: Path, kind: type[Run]):
+    def __init__(self, path: Path, kind: type[Run], *, fresh: bool = False):
         self._path = path
         self._kind = kind
+        if fresh:
+            path.unlink(missing_ok=True)
 
     def load(self) -> dict[str, Run]:
         if not self._path.exists():
@@ -34,5 +43,26 @@ class KeptRuns(Generic[Run]):
         aside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         aside.replace(self._path)  # the file is whole or absent, whenever this process is killed
 
-    def forget(self) -> None:
-        self._path.unlink(missing_ok=True)
+    def complete(
+        self,
+        planned: Mapping[str, Planned],
+        make: Callable[[Planned], Run],
+        console: Console,
+        label: str,
+        *,
+        finished: bool = False,
+    ) -> dict[str, Run]:
+        """Return the planned runs, by the texts that identify them; the missing ones are made now, unless ``finished``.
+
+        ``label`` is that of the progress.
+        """
+        done = self.load()
+        missing = {words: one for words, one in planned.items() if words not in done}
+        command.say_kept(console, len(planned), len(missing))
+        if not finished:
+            with command.progress(console, label, len(missing)) as advance:
+                for words, one in missing.items():
+                    done[words] = make(one)
+                    self.add(words, done[words])
+                    advance(1, words)
+        return {words: done[words] for words in planned if words in done}

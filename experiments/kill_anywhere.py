@@ -202,9 +202,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    kept = KeptRuns(STATE.resolve(), Killed)
-    if arguments.fresh:
-        kept.forget()
+    kept = KeptRuns(STATE.resolve(), Killed, fresh=arguments.fresh)
     number = arguments.kills or (QUICK_KILLS if arguments.quick else KILLS)
     found = compute(number, arguments.seed, kept, arguments.output, console)
     rows: list[dict[str, Any]] = [dataclasses.asdict(one) for one in found]

@@ -279,18 +279,14 @@ def finished_settings(
     cells: Sequence[Cell], all_contenders: Sequence[Contender], arguments: Namespace, console: Console
 ) -> dict[str, Timed]:
     """Return the settings by name; those that are missing are measured, unless only finished ones are wanted."""
-    kept = KeptRuns(arguments.output / f"{NAME}.settings.json", Timed)
-    if arguments.fresh:
-        kept.forget()
-    done = kept.load()
-    missing = [] if arguments.finished else [cell for cell in cells if cell.name not in done]
-    with command.progress(console, "settings of the testbed", len(missing)) as advance:
-        for cell in missing:
-            with tempfile.TemporaryDirectory() as folder:
-                done[cell.name] = measure(cell, all_contenders, Path(folder), quick=arguments.quick)
-            kept.add(cell.name, done[cell.name])
-            advance(1, cell.name)
-    return done
+
+    def made(cell: Cell) -> Timed:
+        with tempfile.TemporaryDirectory() as folder:
+            return measure(cell, all_contenders, Path(folder), quick=arguments.quick)
+
+    kept = KeptRuns(arguments.output / f"{NAME}.settings.json", Timed, fresh=arguments.fresh)
+    planned = {cell.name: cell for cell in cells}
+    return kept.complete(planned, made, console, "settings of the testbed", finished=arguments.finished)
 
 
 # ---- Table and figure

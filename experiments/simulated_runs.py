@@ -258,9 +258,7 @@ def finished_runs(planned: Sequence[Planned], arguments: Namespace, name: str, c
     They are kept in ``name``.runs.json in the output folder. Those that are missing are made now, unless only finished
     ones are wanted.
     """
-    kept = KeptRuns(arguments.output / f"{name}.runs.json", Run)
-    if arguments.fresh:
-        kept.forget()
+    kept = KeptRuns(arguments.output / f"{name}.runs.json", Run, fresh=arguments.fresh)
     if not arguments.finished:
         return make_runs(planned, kept, name, console, processes=arguments.processes)
     known = kept.load()

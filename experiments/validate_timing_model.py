@@ -342,20 +342,14 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Measured)
-    if arguments.fresh:
-        kept.forget()
+
+    def made(setting: Setting) -> Measured:
+        with tempfile.TemporaryDirectory() as folder:
+            return measure(setting, Path(folder), quick=arguments.quick)
+
+    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Measured, fresh=arguments.fresh)
     settings = {QUICK.name: QUICK} if arguments.quick else {name: SETTINGS[name] for name in arguments.settings}
-    done = kept.load()
-    missing = {} if arguments.finished else {name: one for name, one in settings.items() if name not in done}
-    command.say_kept(console, len(settings), len(missing))
-    with command.progress(console, "timing model", len(missing)) as advance:
-        for name, setting in missing.items():
-            with tempfile.TemporaryDirectory() as folder:
-                done[name] = measure(setting, Path(folder), quick=arguments.quick)
-            kept.add(name, done[name])
-            advance(1, name)
-    found = {name: done[name] for name in settings if name in done}
+    found = kept.complete(settings, made, console, "timing model", finished=arguments.finished)
     if not found:
         raise UserInputError("--finished must find a setting that was measured; there is none")
     publish(found, settings, arguments.output, console)

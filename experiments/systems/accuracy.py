@@ -141,9 +141,7 @@ def _really_trained(
 ) -> dict[str, Trained]:
     """Return these trainings on real ranks by their words; the missing ones are made now, if they are wanted."""
     name = f"{NAME}.real"
-    kept = KeptRuns(arguments.output / f"{name}.runs.json", Trained)
-    if arguments.fresh:
-        kept.forget()
+    kept = KeptRuns(arguments.output / f"{name}.runs.json", Trained, fresh=arguments.fresh)
     done = kept.load()
     missing = [one for one in planned if one.words not in done]
     command.say_kept(console, len(planned), len(missing))

@@ -21,7 +21,6 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import command
 from experiments.kept_runs import KeptRuns
 from experiments.results import code_state
 from experiments.systems import hogwild
@@ -186,17 +185,13 @@ def finished_cells(
     own_program = HOGWILD in keys
     text = json.dumps([words, own_program, {name: one.words for name, one in workloads.items()}])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    names = {one: f"{one.name}, systems {digest}" for one in settings}
-    kept = KeptRuns(arguments.output / KEPT, Cell)
-    if arguments.fresh:
-        kept.forget()
-    done = kept.load()
-    missing = [one for one in settings if names[one] not in done]
-    command.say_kept(console, len(settings), len(missing))
-    if not arguments.finished:
-        with command.progress(console, "iteration times", len(missing)) as advance:
-            for one in missing:
-                cell = done[names[one]] = measure(one, workloads[one.workload], words, own_program)
-                kept.add(names[one], cell)
-                advance(1, one.name)
-    return {(one.workload, one.rate): done[name] for one, name in names.items() if name in done}
+    planned = {f"{one.name}, systems {digest}": one for one in settings}
+    kept = KeptRuns(arguments.output / KEPT, Cell, fresh=arguments.fresh)
+    done = kept.complete(
+        planned,
+        lambda one: measure(one, workloads[one.workload], words, own_program),
+        console,
+        "iteration times",
+        finished=arguments.finished,
+    )
+    return {(planned[name].workload, planned[name].rate): cell for name, cell in done.items()}

@@ -85,7 +85,7 @@ def test_only_what_is_missing_or_failed_is_run(tmp_path: Path, capsys: pytest.Ca
     assert "2 of 4 runs are there" in capsys.readouterr().out
     assert compute(planned, runs_in(tmp_path), Console(), other) == done
     assert len(again) == 2
-    runs_in(tmp_path).forget()
+    assert runs_in(tmp_path, fresh=True).load() == {}
     assert runs_in(tmp_path).load() == {}
 
 
