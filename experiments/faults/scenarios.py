@@ -15,9 +15,18 @@ RESTART = "--standalone --max-restarts 1"
 SECOND_MACHINE = "--nnodes 2 --node-rank 1 --rdzv-conf timeout=5"
 UNDER_WAY = EVERY + 1
 """Iterations that a rank may lose if it ends without warning: those since the last checkpoint, and the current one."""
-SKIPPED = r"warning: .*checkpoint skipped, since"
-REFUSED = r"^(\[\S+\]: ?)?error: "
 kill, stop = (partial(plays.signal_rank, number=number) for number in (signal.SIGKILL, signal.SIGSTOP))
+
+# Kinds of scenarios, by the outcome that they share.
+ended_by_an_error = partial(Scenario, says=r"error: ", lost=UNDER_WAY)
+told_to_stop = partial(Scenario, says=r"SIGTERM", lost=0)
+ended_by_ctrl_c = partial(Scenario, says=r"stopped by Ctrl-C after iteration \d+", lost=0)
+restarted = partial(Scenario, says=CONTINUES, within=START_SECONDS, goes_on=True)
+resumed_from_an_older_one = partial(
+    Scenario, says=r"warning: .*checkpoint skipped, since", within=START_SECONDS, goes_on=True
+)
+refused = partial(Scenario, says=r"^(\[\S+\]: ?)?error: ", within=START_SECONDS, exit_code=2)
+without_rank_2 = partial(Scenario, says=r"error: rank \d.*\brank 2\b", names=(2,))
 
 PROCESSES = (
     Scenario(
@@ -28,14 +37,11 @@ PROCESSES = (
         names=(1,),
         lost=UNDER_WAY,
     ),
-    Scenario(
+    restarted(
         id="S1b",
         fault="SIGKILL of one rank of three, with --max-restarts 1",
         play=plays.resumes_after(kill(1), torchrun=RESTART),
-        says=CONTINUES,
-        within=START_SECONDS,
         names=(1,),
-        goes_on=True,
     ),
     Scenario(
         id="S2",
@@ -52,64 +58,34 @@ PROCESSES = (
         says=r"stalled: rank 0 waits .*\brank 1\b",
         goes_on=True,
     ),
-    Scenario(
+    ended_by_an_error(
         id="S3",
         fault="SIGSTOP of one rank for ever",
         play=disturb(stop(1)),
         says=r"error: rank \d.*\brank 1\b",
         names=(1,),
-        lost=UNDER_WAY,
     ),
-    Scenario(
+    restarted(
         id="S27",
         fault="SIGSTOP of one rank for ever, with --max-restarts 1",
         play=plays.resumes_after(stop(1), torchrun=RESTART),
-        says=CONTINUES,
-        within=START_SECONDS,
         names=(1,),
-        goes_on=True,
     ),
-    Scenario(
-        id="S26",
-        fault="SIGTERM to one rank of three",
-        play=disturb(plays.signal_rank(1, signal.SIGTERM)),
-        says=r"SIGTERM",
-        lost=0,
+    told_to_stop(id="S26", fault="SIGTERM to one rank of three", play=disturb(plays.signal_rank(1, signal.SIGTERM))),
+    told_to_stop(id="S4", fault="SIGTERM to torchrun", play=disturb(plays.signal_agent(signal.SIGTERM))),
+    ended_by_ctrl_c(
+        id="S5a", fault="Ctrl-C on the terminal", play=disturb(plays.signal_agent(signal.SIGINT, group=True))
     ),
-    Scenario(
-        id="S4",
-        fault="SIGTERM to torchrun",
-        play=disturb(plays.signal_agent(signal.SIGTERM)),
-        says=r"SIGTERM",
-        lost=0,
-    ),
-    Scenario(
-        id="S5a",
-        fault="Ctrl-C on the terminal",
-        play=disturb(plays.signal_agent(signal.SIGINT, group=True)),
-        says=r"stopped by Ctrl-C after iteration \d+",
-        lost=0,
-    ),
-    Scenario(
-        id="S5b",
-        fault="SIGINT to torchrun alone",
-        play=disturb(plays.signal_agent(signal.SIGINT)),
-        says=r"stopped by Ctrl-C after iteration \d+",
-        lost=0,
-    ),
-    Scenario(
+    ended_by_ctrl_c(id="S5b", fault="SIGINT to torchrun alone", play=disturb(plays.signal_agent(signal.SIGINT))),
+    ended_by_an_error(
         id="S6a",
         fault="SIGKILL of torchrun, which holds the store",
         play=disturb(plays.signal_agent(signal.SIGKILL)),
-        says=r"error: ",
-        lost=UNDER_WAY,
     ),
-    Scenario(
+    ended_by_an_error(
         id="S6b",
         fault="SIGKILL of torchrun while one rank is stopped",
         play=disturb(plays.signal_agent(signal.SIGKILL, stopped_rank=1)),
-        says=r"error: ",
-        lost=UNDER_WAY,
     ),
     Scenario(
         id="S25",
@@ -123,12 +99,10 @@ PROCESSES = (
         play=plays.clocks_jump,
         goes_on=True,
     ),
-    Scenario(
+    ended_by_an_error(
         id="S23",
         fault="SIGSTOP of torchrun, which holds the store",
         play=disturb(plays.signal_agent(signal.SIGSTOP), ranks=2),
-        says=r"error: ",
-        lost=UNDER_WAY,
     ),
 )
 
@@ -147,21 +121,19 @@ NETWORK = (
         goes_on=True,
         testbed=True,
     ),
-    Scenario(
+    ended_by_an_error(
         id="S18c",
         fault="one node's link cut for ever",
         play=cut_link(1),
         says=r"error: rank [02].*\brank 1\b",
         names=(1,),
-        lost=UNDER_WAY,
         testbed=True,
     ),
-    Scenario(
+    ended_by_an_error(
         id="S18d",
         fault="link of the node with the store cut for ever",
         play=cut_link(0),
         says=r"error: rank [12]: .*store that the ranks share \(.*rank 0's machine\)",
-        lost=UNDER_WAY,
         testbed=True,
     ),
 )
@@ -202,15 +174,7 @@ DISKS = (
         says=r"(warning|error): .*No space left on device",
         root=True,
     ),
-    Scenario(
-        id="S8",
-        fault="--output on a disk that is read-only",
-        play=plays.read_only_disk,
-        says=REFUSED,
-        within=START_SECONDS,
-        exit_code=2,
-        root=True,
-    ),
+    refused(id="S8", fault="--output on a disk that is read-only", play=plays.read_only_disk, root=True),
     Scenario(
         id="S8c",
         fault="a file where the folder of checkpoints was, for a while",
@@ -221,112 +185,65 @@ DISKS = (
 )
 
 RESUMED = (
-    Scenario(
+    resumed_from_an_older_one(
         id="S9a",
         fault="newest checkpoint cut off, then --resume",
         play=resume(plays.truncate, newest_may_go=True),
-        says=SKIPPED,
-        within=START_SECONDS,
-        goes_on=True,
     ),
-    Scenario(
+    resumed_from_an_older_one(
         id="S9b",
         fault="one bit of the newest checkpoint flipped, then --resume",
         play=resume(plays.flip_a_bit, newest_may_go=True),
-        says=SKIPPED,
-        within=START_SECONDS,
-        goes_on=True,
     ),
-    Scenario(
+    resumed_from_an_older_one(
         id="S9d",
         fault="newest checkpoint cannot be read, then --resume",
         play=resume(plays.unreadable, newest_may_go=True),
-        says=SKIPPED,
-        within=START_SECONDS,
-        goes_on=True,
     ),
-    Scenario(
-        id="S9c",
-        fault="all checksums missing, then --resume",
-        play=resume(plays.without_checksums),
-        says=REFUSED,
-        within=START_SECONDS,
-        exit_code=2,
-    ),
-    Scenario(
+    refused(id="S9c", fault="all checksums missing, then --resume", play=resume(plays.without_checksums)),
+    refused(
         id="S9e",
         fault="two machines, one of which comes back with an empty disk",
         play=plays.resume_machines(plays.empty),
-        says=REFUSED,
-        within=START_SECONDS,
-        exit_code=2,
     ),
-    Scenario(
+    refused(
         id="S9f",
         fault="two machines whose --node-rank are swapped",
         play=plays.resume_machines(plays.nothing, (1, 0)),
-        says=REFUSED,
-        within=START_SECONDS,
-        exit_code=2,
     ),
-    Scenario(
-        id="S9g",
-        fault="metrics.jsonl ends in NULs, then --resume",
-        play=resume(plays.nuls_in_metrics),
-        says=CONTINUES,
-        within=START_SECONDS,
-        goes_on=True,
-    ),
-    Scenario(
+    restarted(id="S9g", fault="metrics.jsonl ends in NULs, then --resume", play=resume(plays.nuls_in_metrics)),
+    restarted(
         id="S9h",
         fault="metrics.jsonl damaged in the middle, then --resume",
         play=resume(plays.damaged_metrics),
         says=r"warning: .*metrics",
-        within=START_SECONDS,
-        goes_on=True,
     ),
-    Scenario(
+    refused(
         id="S9i",
         fault="run.json empty, then --resume",
         play=resume(plays.empty_description),
         says=r"error: .*run\.json",
-        within=START_SECONDS,
-        exit_code=2,
     ),
-    Scenario(
+    refused(
         id="S9j",
         fault="--resume with three ranks instead of two",
         play=resume(plays.nothing, ranks=3),
         says=r"error: .*world size must be",
-        within=START_SECONDS,
-        exit_code=2,
     ),
-    Scenario(
-        id="S10a",
-        fault="two runs start in one new folder at once",
-        play=plays.two_at_once,
-        says=REFUSED,
-        within=START_SECONDS,
-        goes_on=True,
-        exit_code=2,
-    ),
-    Scenario(
+    refused(id="S10a", fault="two runs start in one new folder at once", play=plays.two_at_once, goes_on=True),
+    refused(
         id="S10c",
         fault="--overwrite of a run that is under way",
         play=plays.into_a_live_run("--overwrite"),
-        says=REFUSED,
         within=END_SECONDS,
         goes_on=True,
-        exit_code=2,
     ),
-    Scenario(
+    refused(
         id="S10d",
         fault="--resume of a run that is under way",
         play=plays.into_a_live_run("--resume"),
-        says=REFUSED,
         within=END_SECONDS,
         goes_on=True,
-        exit_code=2,
     ),
 )
 
@@ -368,45 +285,35 @@ INSIDE = (
 )
 
 SERVERS = (
-    Scenario(
+    without_rank_2(
         id="S19",
         fault="SIGKILL of a worker of asynchronous parameter servers",
         play=plays.served(kill(2), "--strategy ps-async", 4),
-        says=r"error: rank \d.*\brank 2\b",
-        names=(2,),
     ),
-    Scenario(
+    without_rank_2(
         id="S20",
         fault="SIGSTOP of a worker of asynchronous parameter servers",
         play=plays.served(stop(2), "--strategy ps-async", 4),
-        says=r"error: rank \d.*\brank 2\b",
-        names=(2,),
     ),
-    Scenario(
+    without_rank_2(
         id="S21",
         fault="SIGSTOP of a synchronous parameter server",
         play=plays.served(stop(2), "--strategy ps-sync", 3),
-        says=r"error: rank \d.*\brank 2\b",
-        names=(2,),
     ),
 )
 
 STARTS = (
-    Scenario(
+    refused(
         id="S22a",
         fault="--timeout 1e15",
         play=start_only(f"{SHORT} --timeout 1e15"),
         says=r"error: .*timeout must",
-        within=START_SECONDS,
-        exit_code=2,
     ),
-    Scenario(
+    refused(
         id="S22b",
         fault="--timeout 0.0001",
         play=start_only(f"{SHORT} --timeout 0.0001"),
         says=r"error: .*timeout must",
-        within=START_SECONDS,
-        exit_code=2,
     ),
     Scenario(
         id="S11a",
