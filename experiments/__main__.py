@@ -68,7 +68,6 @@ class Experiment:
 KEEP_RUNS = (
     "codec_accuracy",
     "compare",
-    "compare_commits",
     "faults",
     "fig02_breakdown",
     "fig03_convergence",
@@ -111,7 +110,6 @@ EXPERIMENTS = (
     Experiment(name="reduces", words="reduces", minutes=8),
     Experiment(name="one_weird_trick", words="one_weird_trick", minutes=40, ranks=4),
     Experiment(name="shared_link", words="shared_link", minutes=7),
-    Experiment(name="compare_commits", words="compare_commits --baseline c7f0a3b", minutes=85),
     Experiment(name="faults", words="faults", minutes=20),
     Experiment(name="kill_anywhere", words="kill_anywhere", minutes=5),
     Experiment(name="fuzz", words="fuzz", minutes=20),

@@ -111,7 +111,7 @@ DRAWN: dict[str, Draw] = {
 }
 """Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
-    *("bench_import", "bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
+    *("bench_import", "bench_timing_model", "encrypted_network", "faults", "fuzz", "kill_"),
     *(
         "bench_hooks",
         "home_uplinks",

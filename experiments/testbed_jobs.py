@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from experiments import command
 from experiments.contenders import NEVER
@@ -26,16 +25,14 @@ WRAPPED_BY_TORCH = "Got the following error when running the callback: RuntimeEr
 
 
 def run_job(
-    testbed: Testbed, words: Sequence[str], log: Path, *, deadline: float, nproc_per_node: int = 1, **options: Any
+    testbed: Testbed, words: Sequence[str], log: Path, *, deadline: float, nproc_per_node: int = 1
 ) -> str | None:
     """Run torchrun with ``words`` on every node, for ``deadline`` seconds at most; the output goes to ``log``.
-
-    ``options`` are those of ``subprocess.Popen``.
 
     Returns the reason if the job failed, else None.
     """
     with log.open("wb") as file:
-        job = testbed.torchrun(words, nproc_per_node=nproc_per_node, stdout=file, stderr=subprocess.STDOUT, **options)
+        job = testbed.torchrun(words, nproc_per_node=nproc_per_node, stdout=file, stderr=subprocess.STDOUT)
         try:
             codes = job.wait(deadline)
         except subprocess.TimeoutExpired:

@@ -23,8 +23,6 @@ def test_every_result_is_made_by_one_of_them() -> None:
     assert len(names) == len(EXPERIMENTS)
     made = {path.name.removesuffix(".manifest.json") for path in RESULTS.glob("*.manifest.json")}
     beside = {
-        "compare_commits_benches": "compare_commits",  # some of its kinds of turns alone
-        "compare_commits_cell": "compare_commits",
         "lateness_summary": "lateness",
         "local_steps_accuracy_summary": "local_steps_accuracy",
         "paper_question_jitter": "paper_question",

@@ -17,7 +17,6 @@ from experiments import (
     bench_pipelined,
     bench_ring,
     command,
-    compare_commits,
     forked_ranks,
     fuzz,
     kill_anywhere,
@@ -53,7 +52,6 @@ def test_a_quick_run_never_overwrites_full_results(parse: Parse, tmp_path: Path)
     [
         (faults.parse, ["--only", "S1"]),
         (fuzz.parse, ["--only", "TOML options"]),
-        (compare_commits.parse, ["--baseline", "HEAD", "--only", "loopback"]),
     ],
 )
 def test_a_part_of_an_experiment_never_overwrites_full_results(
@@ -82,7 +80,6 @@ def test_kept_results_are_void_when_a_file_of_their_harness_changes(tmp_path: Pa
     [
         (faults, [stage]),
         (fuzz, [cases, job]),
-        (compare_commits, [bench_pipelined]),
         (kill_anywhere, [forked_ranks]),
     ],
 )
