@@ -33,7 +33,6 @@ from experiments.limits import wire_seconds
 from experiments.paired import interquartile_range, median, paired_ratio, slowest
 from experiments.results import REPOSITORY, Panels, Row, load, save
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
-from pipesgd.checks import check_one_of
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions
 from pipesgd.comm.all_reduce import AllReduce
@@ -303,13 +302,8 @@ def parse(words: Sequence[str]) -> Namespace:
     arguments.sizes = arguments.sizes or list(QUICK_SIZES if quick else SIZES)
     arguments.algorithms = arguments.algorithms or list(QUICK_ALGORITHMS if quick else ALGORITHMS)
     arguments.codecs = arguments.codecs or list(QUICK_CODECS if quick else DEFAULT_CODECS)
-    for name, known in (("algorithms", ALGORITHMS), ("codecs", DENSE_CODECS)):
-        for one in getattr(arguments, name):
-            check_one_of(f"--{name}", one, known)
-    for name in ("world_sizes", "sizes", "algorithms", "codecs"):
-        given = getattr(arguments, name)
-        if len(set(given)) < len(given):
-            raise UserInputError(f"--{name.replace('_', '-')} must name each once; got {' '.join(map(str, given))}")
+    known = {"algorithms": ALGORITHMS, "codecs": DENSE_CODECS, "world_sizes": None, "sizes": None}
+    command.check_each_once(arguments, known)
     if arguments.algorithms == ["native"] and not set(arguments.codecs) & set(NATIVE_CODECS):
         raise UserInputError("--codecs must have one that torch can add up with --algorithms native; got none")
     return arguments

@@ -29,7 +29,6 @@ from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio
 from experiments.results import Panels, Row, grouped, save
 from experiments.torch_codecs import TORCH_CODECS
-from pipesgd.checks import check_one_of
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
@@ -275,10 +274,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     add("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"any of {'; '.join(CODECS)} (all)")
     add("--rivals", nargs="*", default=list(RIVALS), metavar="HOW", help=f"ways of torch: {', '.join(RIVALS)} (both)")
     arguments = command.parse(options, words)
-    for name, known in (("codecs", list(CODECS)), ("rivals", RIVALS)):
-        for one in getattr(arguments, name):
-            check_one_of(f"--{name}", one, known)
-        setattr(arguments, name, list(dict.fromkeys(getattr(arguments, name))))
+    command.check_each_once(arguments, {"codecs": CODECS, "rivals": RIVALS})
     command.check_alone("bench_codecs", by_torchrun, "it uses one thread of one process")
     return arguments
 

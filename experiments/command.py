@@ -92,14 +92,18 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def check_each_once(arguments: argparse.Namespace, known: Mapping[str, Iterable[str]]) -> None:
-    """Raise ``UserInputError`` if an option in ``known`` holds a name that is not among its choices, or one twice."""
+def check_each_once(arguments: argparse.Namespace, known: Mapping[str, Iterable[str] | None]) -> None:
+    """Raise ``UserInputError`` if an option in ``known`` holds one value twice, or one that is not among its choices.
+
+    With None for the choices, all values are right.
+    """
     for option, choices in known.items():
-        given = getattr(arguments, option) or []
-        for name in given:
-            check_one_of(f"--{option}", name, list(choices))
-            if given.count(name) > 1:
-                raise UserInputError(f"--{option} must name each once; got {name!r} twice")
+        given, name = getattr(arguments, option) or [], option.replace("_", "-")
+        for value in given:
+            if choices is not None:
+                check_one_of(f"--{name}", value, list(choices))
+            if given.count(value) > 1:
+                raise UserInputError(f"--{name} must name each once; got {value!r} twice")
 
 
 def check_alone(name: str, by_torchrun: bool, reason: str) -> None:
