@@ -13,7 +13,6 @@ sends or receives, including the headers of full packets, over the rate; the eff
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -28,11 +27,11 @@ from rich.console import Console
 from torch import Tensor
 
 from experiments import command, paired, style
-from experiments.bench_ring import input_values, readable
+from experiments.bench_ring import Effort, input_values, readable, run_jobs
 from experiments.limits import wire_seconds
 from experiments.paired import interquartile_range, median, paired_ratio, slowest
-from experiments.results import REPOSITORY, Panels, Row, load, save
-from experiments.testbed import Link, Testbed, parse_rate, rate_name
+from experiments.results import Panels, Row, save
+from experiments.testbed import parse_rate, rate_name
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions
 from pipesgd.comm.all_reduce import AllReduce
@@ -47,30 +46,19 @@ if TYPE_CHECKING:
 
 ALGORITHMS = tuple(name for name in ALL_REDUCES if name != "hierarchical")
 """All-reduces to compare; hierarchical is left out, since each node has one rank."""
-SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 16_000_000, 40_000_000)
 DEFAULT_CODECS = ("fp32", "bf16", "int8", "int4")
-QUICK_SIZES, QUICK_CODECS, QUICK_ALGORITHMS = (4_000, 400_000), ("fp32", "int8"), ("native", "ring")
+QUICK_CODECS, QUICK_ALGORITHMS = ("fp32", "int8"), ("native", "ring")
 LEAST_EFFICIENCY, LEAST_TO_NATIVE = 0.90, 0.97
 """Targets (at least) for the efficiency of the ring with a codec, and for native's time over that of the fp32 ring."""
 TARGET_NODES, TARGET_RATE, TARGET_SIZES = 4, 200e6, (1_000_000, 40_000_000)
 WARM_UP_ROUNDS = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """The seconds and rounds of measuring for each size."""
-
-    seconds_per_size: float
-    least_rounds: int
-    most_rounds: int
-
-    def rounds(self, round_seconds: float) -> int:
-        """Return the number of rounds for one size if a round takes ``round_seconds``."""
-        return min(self.most_rounds, max(self.least_rounds, int(self.seconds_per_size / round_seconds)))
-
-
-FULL = Effort(seconds_per_size=90.0, least_rounds=5, most_rounds=60)
-QUICK = Effort(seconds_per_size=0.2, least_rounds=2, most_rounds=3)
+FULL = Effort(
+    sizes=(4_000, 64_000, 1_000_000, 4_000_000, 16_000_000, 40_000_000),
+    seconds_per_size=90.0,
+    least_rounds=5,
+    most_rounds=60,
+)
+QUICK = Effort(sizes=(4_000, 400_000), seconds_per_size=0.2, least_rounds=2, most_rounds=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,21 +255,10 @@ def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> 
 
 def run_all(arguments: Namespace) -> tuple[list[Row], dict[str, Any]]:
     """Run a job for each p, one after the other; return the rows of all p and the measurements of the links."""
-    rows: list[Row] = []
-    links: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["-m", "experiments.bench_all_reduce", "--rate", rate_name(arguments.rate), "--output", folder]
-        words += ["--sizes", *map(str, arguments.sizes), "--codecs", *arguments.codecs]
-        words += ["--algorithms", *arguments.algorithms, *(["--quick"] if arguments.quick else [])]
-        words += ["--seconds", str(arguments.seconds)] if arguments.seconds else []
-        for p in arguments.world_sizes:
-            with Testbed(nodes=p, link=Link(rate=arguments.rate)) as testbed:
-                links[f"links of {p} nodes"] = [dataclasses.asdict(measured) for measured in testbed.measure()]
-                codes = testbed.torchrun(words, cwd=REPOSITORY).wait()
-            if any(codes):
-                raise RunError(f"the run with p = {p} has failed")
-            rows += load(Path(folder) / f"p{p}.csv")
-    return rows, links
+    words = ["--rate", rate_name(arguments.rate), "--sizes", *map(str, arguments.sizes), "--codecs", *arguments.codecs]
+    words += ["--algorithms", *arguments.algorithms, *["--quick"] * arguments.quick]
+    words += ["--seconds", str(arguments.seconds)] if arguments.seconds else []
+    return run_jobs("bench_all_reduce", words, arguments.world_sizes, arguments.rate)
 
 
 @command.testbed_errors_as_ours()
@@ -291,7 +268,7 @@ def parse(words: Sequence[str]) -> Namespace:
     add, number = options.add_argument, command.at_least
     add("--rate", required=True, help="rate of every link, e.g. 200mbit")
     add("--world-sizes", type=number(2), nargs="+", default=[4], metavar="P", help="numbers of nodes (4)")
-    add("--sizes", type=number(4), nargs="+", metavar="BYTES", help=f"buffer sizes ({' '.join(map(str, SIZES))})")
+    add("--sizes", type=number(4), nargs="+", metavar="BYTES", help=f"buffer sizes ({' '.join(map(str, FULL.sizes))})")
     add("--algorithms", nargs="+", metavar="NAME", help=f"all-reduces: {', '.join(ALGORITHMS)} (all)")
     add("--codecs", nargs="+", metavar="NAME", help=f"any of {', '.join(DENSE_CODECS)} ({' '.join(DEFAULT_CODECS)})")
     add("--seconds", type=number(1), help=f"time for each size, for at least 5 rounds ({FULL.seconds_per_size:g})")
@@ -299,7 +276,7 @@ def parse(words: Sequence[str]) -> Namespace:
     arguments = command.parse(options, words)
     quick = arguments.quick
     arguments.rate = parse_rate(arguments.rate)
-    arguments.sizes = arguments.sizes or list(QUICK_SIZES if quick else SIZES)
+    arguments.sizes = arguments.sizes or list((QUICK if quick else FULL).sizes)
     arguments.algorithms = arguments.algorithms or list(QUICK_ALGORITHMS if quick else ALGORITHMS)
     arguments.codecs = arguments.codecs or list(QUICK_CODECS if quick else DEFAULT_CODECS)
     known = {"algorithms": ALGORITHMS, "codecs": DENSE_CODECS, "world_sizes": None, "sizes": None}

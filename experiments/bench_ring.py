@@ -215,24 +215,27 @@ def verdict(row: Row, target: float) -> str:
     return "met" if row["ratio_median"] <= target else "MISSED"
 
 
-def run_all(world_sizes: Sequence[int], rate: float | None, *, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """Run a job for each p, one after the other; return the rows of all p and the measurements of the links."""
+def run_jobs(
+    module: str, words: Sequence[str], world_sizes: Sequence[int], rate: float | None
+) -> tuple[list[Row], dict[str, Any]]:
+    """Run a job of ``module`` for each p, one after the other, over loopback or, with a ``rate``, on p nodes.
+
+    Returns the rows of all p, from the table whose name ends in p<p>, and the measurements of the links.
+    """
     rows: list[Row] = []
     links: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        words = ["-m", "experiments.bench_ring", "--output", folder]
-        words += [] if rate is None else ["--rate", rate_name(rate)]
-        words += ["--quick"] if quick else []
+        job = ["-m", f"experiments.{module}", *words, "--output", folder]
         for p in world_sizes:
             if rate is None:
-                codes = [subprocess.run(command.torchrun(p, *words), cwd=REPOSITORY).returncode]
+                codes = [subprocess.run(command.torchrun(p, *job), cwd=REPOSITORY).returncode]
             else:
                 with Testbed(nodes=p, link=Link(rate=rate)) as testbed:
                     links[f"links of {p} nodes"] = [asdict(measured) for measured in testbed.measure()]
-                    codes = testbed.torchrun(words, cwd=REPOSITORY).wait()
+                    codes = testbed.torchrun(job, cwd=REPOSITORY).wait()
             if any(codes):
                 raise RunError(f"the run with p = {p} has failed")
-            [result] = Path(folder).glob(f"*_p{p}.csv")
+            [result] = Path(folder).glob(f"*p{p}.csv")
             rows += load(result)
     return rows, links
 
@@ -271,7 +274,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         target = TARGET_RATIO_SLOW_LINK if rate <= SLOW_LINK else TARGET_RATIO_LINK
         full, quick, world_sizes = LINK, LINK_QUICK, LINK_WORLD_SIZES
     if arguments.all:
-        rows, links = run_all(arguments.world_sizes or world_sizes, rate, quick=arguments.quick)
+        job = [*([] if rate is None else ["--rate", rate_name(rate)]), *["--quick"] * arguments.quick]
+        rows, links = run_jobs("bench_ring", job, arguments.world_sizes or world_sizes, rate)
         publish(name, rows, arguments.output, target=target, facts=links)
         return
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)

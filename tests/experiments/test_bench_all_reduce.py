@@ -16,7 +16,6 @@ from experiments import testbed
 from experiments.bench_all_reduce import (
     ALGORITHMS,
     Contender,
-    Effort,
     Timed,
     compute,
     make_contenders,
@@ -25,6 +24,7 @@ from experiments.bench_all_reduce import (
     summarize,
     target_met,
 )
+from experiments.bench_ring import Effort
 from experiments.results import RESULTS, Row, load
 from experiments.testbed.links import Link
 from pipesgd.codecs.options import CodecOptions
@@ -33,14 +33,14 @@ from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 
-TINY = Effort(seconds_per_size=0.01, least_rounds=2, most_rounds=3)
+TINY = Effort(sizes=(4000, 64_000), seconds_per_size=0.01, least_rounds=2, most_rounds=3)
 HEADERS = 1514 / 1448
 RATE = ["--rate", "200mbit"]
 
 
 def _compute(ranks: Ranks) -> list[Row]:
     contenders = make_contenders(ranks, ALGORITHMS, ["fp32", "int8"])
-    return compute(ranks, contenders, [4000, 64_000], 1e9, TINY, Console())
+    return compute(ranks, contenders, TINY.sizes, 1e9, TINY, Console())
 
 
 def test_all_ranks_get_the_same_row_for_every_size_and_contender() -> None:
