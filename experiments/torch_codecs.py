@@ -35,17 +35,31 @@ class TorchCodec:
         return torch.empty(numel // self.block), torch.empty(numel // self.in_a_byte, dtype=self.dtype)
 
 
+def _made(
+    block: int,
+    in_a_byte: int,
+    dtype: torch.dtype,
+    encode: Callable[[Tensor, Tensor, Tensor], None],
+    values_of: Callable[[Tensor, Tensor], Tensor],
+) -> TorchCodec:
+    """Return the codec whose messages ``encode`` writes, and ``values_of`` reads from scales and payload."""
+
+    def decode(scales: Tensor, payload: Tensor, values: Tensor) -> None:
+        values.copy_(values_of(scales, payload))
+
+    def hop(received_scales: Tensor, received: Tensor, values: Tensor, scales: Tensor, payload: Tensor) -> None:
+        values.add_(values_of(received_scales, received))
+        encode(values, scales, payload)
+
+    return TorchCodec(block=block, in_a_byte=in_a_byte, dtype=dtype, encode=encode, decode=decode, hop=hop)
+
+
 def _encode_bf16(values: Tensor, scales: Tensor, payload: Tensor) -> None:
     payload.copy_(values)
 
 
-def _decode_bf16(scales: Tensor, payload: Tensor, values: Tensor) -> None:
-    values.copy_(payload)
-
-
-def _hop_bf16(received_scales: Tensor, received: Tensor, values: Tensor, scales: Tensor, payload: Tensor) -> None:
-    values.add_(received)
-    payload.copy_(values)
+def _values_bf16(scales: Tensor, payload: Tensor) -> Tensor:
+    return payload
 
 
 def _whole_numbers(values: Tensor, scales: Tensor, levels: int) -> Tensor:
@@ -64,15 +78,6 @@ def _values_int8(scales: Tensor, payload: Tensor) -> Tensor:
     return (payload.view(scales.numel(), -1) * scales.unsqueeze(1)).view(-1)
 
 
-def _decode_int8(scales: Tensor, payload: Tensor, values: Tensor) -> None:
-    values.copy_(_values_int8(scales, payload))
-
-
-def _hop_int8(received_scales: Tensor, received: Tensor, values: Tensor, scales: Tensor, payload: Tensor) -> None:
-    values.add_(_values_int8(received_scales, received))
-    _encode_int8(values, scales, payload)
-
-
 def _encode_int4(values: Tensor, scales: Tensor, payload: Tensor) -> None:
     low, high = _whole_numbers(values, scales, 7).chunk(2, dim=1)
     payload.copy_(((low & 15) | (high << 4)).reshape(-1))
@@ -84,23 +89,8 @@ def _values_int4(scales: Tensor, payload: Tensor) -> Tensor:
     return (whole * scales.unsqueeze(1)).view(-1)
 
 
-def _decode_int4(scales: Tensor, payload: Tensor, values: Tensor) -> None:
-    values.copy_(_values_int4(scales, payload))
-
-
-def _hop_int4(received_scales: Tensor, received: Tensor, values: Tensor, scales: Tensor, payload: Tensor) -> None:
-    values.add_(_values_int4(received_scales, received))
-    _encode_int4(values, scales, payload)
-
-
 TORCH_CODECS = {
-    "bf16": TorchCodec(
-        block=1024, in_a_byte=1, dtype=torch.bfloat16, encode=_encode_bf16, decode=_decode_bf16, hop=_hop_bf16
-    ),
-    "int8": TorchCodec(
-        block=1024, in_a_byte=1, dtype=torch.int8, encode=_encode_int8, decode=_decode_int8, hop=_hop_int8
-    ),
-    "int4": TorchCodec(
-        block=256, in_a_byte=2, dtype=torch.int8, encode=_encode_int4, decode=_decode_int4, hop=_hop_int4
-    ),
+    "bf16": _made(1024, 1, torch.bfloat16, _encode_bf16, _values_bf16),
+    "int8": _made(1024, 1, torch.int8, _encode_int8, _values_int8),
+    "int4": _made(256, 2, torch.int8, _encode_int4, _values_int4),
 }
