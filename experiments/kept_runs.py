@@ -50,11 +50,12 @@ class KeptRuns(Generic[Run]):
         console: Console,
         label: str,
         *,
+        named: Callable[[Planned], str] | None = None,
         finished: bool = False,
     ) -> dict[str, Run]:
         """Return the planned runs, by the texts that identify them; the missing ones are made now, unless ``finished``.
 
-        ``label`` is that of the progress.
+        ``label`` is that of the progress, which calls a run by ``named``, or else by its text.
         """
         done = self.load()
         missing = {words: one for words, one in planned.items() if words not in done}
@@ -64,5 +65,5 @@ class KeptRuns(Generic[Run]):
                 for words, one in missing.items():
                     done[words] = make(one)
                     self.add(words, done[words])
-                    advance(1, words)
+                    advance(1, words if named is None else named(one))
         return {words: done[words] for words in planned if words in done}

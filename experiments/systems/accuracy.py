@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments import command, simulated_runs
+from experiments import simulated_runs
 from experiments.contenders import NEVER
 from experiments.kept_runs import KeptRuns
 from experiments.results import code_state
@@ -33,6 +33,7 @@ from pipesgd.cli import parse as parse_training
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.config import PipelineConfig, TrainConfig
 from pipesgd.errors import RunError
+from pipesgd.run.console import say
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
@@ -141,18 +142,16 @@ def _really_trained(
 ) -> dict[str, Trained]:
     """Return these trainings on real ranks by their words; the missing ones are made now, if they are wanted."""
     name = f"{NAME}.real"
+
+    def made(one: Planned) -> Trained:
+        trained = (train_own_program if one.words.startswith(HOGWILD) else train)(one.words, world_size)
+        if trained.failure:
+            say(console, f"{one.name} failed: {trained.failure}")
+        return trained
+
     kept = KeptRuns(arguments.output / f"{name}.runs.json", Trained, fresh=arguments.fresh)
-    done = kept.load()
-    missing = [one for one in planned if one.words not in done]
-    command.say_kept(console, len(planned), len(missing))
-    if not arguments.finished:
-        with command.progress(console, name, len(missing)) as advance:
-            for one in missing:
-                run = train_own_program if one.words.startswith(HOGWILD) else train
-                found = done[one.words] = run(one.words, world_size)
-                kept.add(one.words, found)
-                advance(1, one.name + (f" failed: {found.failure}" if found.failure else ""))
-    return {one.words: done[one.words] for one in planned if one.words in done}
+    by_words = {one.words: one for one in planned}
+    return kept.complete(by_words, made, console, name, named=lambda one: one.name, finished=arguments.finished)
 
 
 def train(words: str, world_size: int) -> Trained:
