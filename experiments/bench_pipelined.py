@@ -11,6 +11,7 @@ that of the slowest rank.
 
 from __future__ import annotations
 
+import copy
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +25,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from experiments import command, paired
-from experiments.loops import Batch, Loop, make_loops
+from experiments.loops import Batch, Loop, Piped, Plain
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
 from experiments.results import Panels, Row, save
 from experiments.style import METHODS
@@ -94,6 +96,17 @@ class Effort:
 
 FULL = Effort(workloads=WORKLOADS, block=20, rounds=20)
 QUICK = Effort(workloads=WORKLOADS[:1], block=5, rounds=3)
+
+
+def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:
+    """Return every loop, each with a copy of ``model``. Collective."""
+    return {
+        "ddp": Plain(DistributedDataParallel(copy.deepcopy(model))),
+        "pipelined width 2, ring": Piped(copy.deepcopy(model), ranks, width=2, all_reduce="ring"),
+        "pipelined width 2, native": Piped(copy.deepcopy(model), ranks, width=2, all_reduce="native"),
+        "synchronous (width 1), ring": Piped(copy.deepcopy(model), ranks, width=1, all_reduce="ring"),
+        "local (no communication)": Plain(copy.deepcopy(model)),
+    }
 
 
 def compute(ranks: Ranks, effort: Effort, data: DataSplits, console: Console) -> list[Row]:

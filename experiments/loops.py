@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -10,7 +9,6 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.ddp import AttachedPipeline
@@ -93,14 +91,3 @@ class Piped:
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer that every loop uses."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-
-
-def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:
-    """Return every loop, each with a copy of ``model``. All ranks call this together."""
-    return {
-        "ddp": Plain(DistributedDataParallel(copy.deepcopy(model))),
-        "pipelined width 2, ring": Piped(copy.deepcopy(model), ranks, width=2, all_reduce="ring"),
-        "pipelined width 2, native": Piped(copy.deepcopy(model), ranks, width=2, all_reduce="native"),
-        "synchronous (width 1), ring": Piped(copy.deepcopy(model), ranks, width=1, all_reduce="ring"),
-        "local (no communication)": Plain(copy.deepcopy(model)),
-    }

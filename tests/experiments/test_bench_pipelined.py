@@ -11,8 +11,7 @@ from rich.console import Console
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from experiments.bench_pipelined import Effort, Workload, compute, plot, summarize, verdict
-from experiments.loops import make_loops
+from experiments.bench_pipelined import Effort, Workload, compute, make_loops, plot, summarize, verdict
 from experiments.results import Row
 from pipesgd.data import load_dataset
 from pipesgd.ranks import Ranks
