@@ -29,7 +29,7 @@ from torch import Tensor
 from experiments import command, paired, style
 from experiments.bench_ring import Effort, input_values, readable, run_jobs
 from experiments.limits import wire_seconds
-from experiments.paired import interquartile_range, median, paired_ratio, slowest
+from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns, slowest
 from experiments.results import Panels, Row, save
 from experiments.testbed import parse_rate, rate_name
 from pipesgd.codecs.make import make_codec
@@ -166,7 +166,7 @@ def summarize(
     own, native = times[contender.name], times.get("native, fp32")
     limit = wire_seconds(wire_bytes, rate)
     to_native = None if native is None else paired_ratio(native, own)
-    row = {
+    row: Row = {
         "p": world_size,
         "rate": rate,
         "nbytes": nbytes,
@@ -178,9 +178,7 @@ def summarize(
         "wire_bytes_busiest": wire_bytes,
         "wire_limit_s": limit,
         "efficiency": limit / median(own),
-        "native_fp32_over_it_median": to_native and to_native.median,
-        "native_fp32_over_it_low": to_native and to_native.low,
-        "native_fp32_over_it_high": to_native and to_native.high,
+        **ratio_columns("native_fp32_over_it", to_native),
         "algbw": nbytes / median(own),
         "busbw": 2 * (world_size - 1) / world_size * nbytes / median(own),
         "cpu_median_s": median(cpu_seconds),

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from experiments import command, paired
-from experiments.paired import interquartile_range, median, paired_ratio
+from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns
 from experiments.results import Panels, Row, grouped, save
 from experiments.torch_codecs import TORCH_CODECS
 from pipesgd.codecs.base import Codec
@@ -195,9 +195,7 @@ def summarize(
         "median_s": None if times is None else median(times),
         "copy_median_s": median(copy),
         "copy_iqr_s": interquartile_range(copy),
-        "ratio_median": ratio and ratio.median,
-        "ratio_low": ratio and ratio.low,
-        "ratio_high": ratio and ratio.high,
+        **ratio_columns("ratio", ratio),
         "ratio_iqr": None if times is None else interquartile_range(np.asarray(times) / np.asarray(copy)),
         "rounds": len(copy),
         "target_ratio": target,

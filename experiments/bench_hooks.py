@@ -21,7 +21,7 @@ from torch import nn
 from experiments import command
 from experiments.bench_pipelined import WORKLOADS, Effort, Workload, time_in_rounds
 from experiments.loops import Loop, Piped
-from experiments.paired import Seconds, interquartile_range, median, paired_ratio
+from experiments.paired import Seconds, interquartile_range, median, paired_ratio, ratio_columns
 from experiments.results import Row, save
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.data import load_dataset
@@ -79,9 +79,7 @@ def summarize(workload: Workload, seconds: Mapping[str, Seconds]) -> list[Row]:
                 "median_s": median(times),
                 "iqr_s": interquartile_range(times),
                 "against": against,
-                "ratio_median": None if ratio is None else ratio.median,
-                "ratio_low": None if ratio is None else ratio.low,
-                "ratio_high": None if ratio is None else ratio.high,
+                **ratio_columns("ratio", ratio),
                 "rounds": len(times),
             }
         )

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments import command, paired
 from experiments.loops import Batch, Loop, Piped, Plain
-from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
+from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio, ratio_columns
 from experiments.results import Panels, Row, save
 from experiments.style import METHODS
 from pipesgd.config import DEFAULT_TIMEOUT
@@ -187,9 +187,7 @@ def summarize(workload: Workload, seconds: dict[str, Seconds]) -> list[Row]:
                 "contender": name,
                 "median_s": median(times),
                 "iqr_s": interquartile_range(times),
-                "ratio_to_ddp_median": ratio.median,
-                "ratio_to_ddp_low": ratio.low,
-                "ratio_to_ddp_high": ratio.high,
+                **ratio_columns("ratio_to_ddp", ratio),
                 "rounds": len(times),
             }
         )

@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor
 
 from experiments import command, paired
-from experiments.paired import interquartile_range, median, paired_ratio
+from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns
 from experiments.predictions import COMPARED
 from experiments.results import Panels, Row, save
 from pipesgd.data import build_model
@@ -127,9 +127,7 @@ def compute(rounds: int, hidden: tuple[int, ...], console: Console) -> list[Row]
                         "median_s": median(times),
                         "iqr_s": interquartile_range(times),
                         "s_per_million_parameters": median(times) / millions,
-                        "ratio_to_step_median": ratio.median,
-                        "ratio_to_step_low": ratio.low,
-                        "ratio_to_step_high": ratio.high,
+                        **ratio_columns("ratio_to_step", ratio),
                         "bytes_per_parameter": contenders[name].nbytes() / contenders[name].numel,
                         "rounds": len(times),
                     }

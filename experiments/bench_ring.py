@@ -27,7 +27,7 @@ from torch import Tensor
 
 from experiments import command, paired
 from experiments.limits import SLOW_LINK
-from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
+from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio, ratio_columns
 from experiments.results import REPOSITORY, Panels, Row, load, save
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
 from pipesgd.comm.all_reduce import AllReduce
@@ -149,9 +149,7 @@ def summarize(world_size: int, nbytes: int, native: Seconds, ring: Seconds) -> R
         "nbytes": nbytes,
         "native_median_s": median(native),
         "ring_median_s": median(ring),
-        "ratio_median": ratio.median,
-        "ratio_low": ratio.low,
-        "ratio_high": ratio.high,
+        **ratio_columns("ratio", ratio),
         "rounds": len(native),
         "native_iqr_s": interquartile_range(native),
         "ring_iqr_s": interquartile_range(ring),

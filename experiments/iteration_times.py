@@ -12,7 +12,7 @@ from experiments import command
 from experiments.cells import Cell
 from experiments.contenders import Contender
 from experiments.limits import SLOW_LINK, Cluster, ring_limit, server_time, textbook_server_time
-from experiments.paired import Ratio, interquartile_range, median, paired_ratio
+from experiments.paired import Ratio, interquartile_range, median, paired_ratio, ratio_columns
 from experiments.results import Row
 from experiments.style import VERMILLION, method_styles
 from timing_model.collective_time import ring_all_reduce_bytes
@@ -90,10 +90,7 @@ def _figures(cells: Sequence[Cell]) -> Row:
 def _ratio(name: str, seconds: dict[int, float], baseline: dict[int, float]) -> Row:
     both = sorted(seconds.keys() & baseline.keys())
     ratio = paired_ratio([seconds[i] for i in both], [baseline[i] for i in both]) if both else None
-    return {
-        f"ratio_to_{name}_{field}": None if ratio is None else getattr(ratio, field)
-        for field in ("median", "low", "high")
-    }
+    return ratio_columns(f"ratio_to_{name}", ratio)
 
 
 def _verdict(contender: Contender, cluster: Cluster, ratio: float | None) -> Row:

@@ -112,3 +112,8 @@ def paired_ratio(seconds: Sequence[float] | Seconds, baseline: Sequence[float] |
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(np.median(drawn, axis=1), [tail, 100 - tail])
     return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def ratio_columns(name: str, ratio: Ratio | None) -> dict[str, float | None]:
+    """Return a ratio as columns of a table, ``name`` and _median, _low and _high; None where there is no ratio."""
+    return {f"{name}_{field}": None if ratio is None else getattr(ratio, field) for field in ("median", "low", "high")}

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from _ranks import run_ranks
 
-from experiments.paired import interleave, interquartile_range, median, paired_ratio, slowest, turns
+from experiments.paired import (
+    Ratio,
+    interleave,
+    interquartile_range,
+    median,
+    paired_ratio,
+    ratio_columns,
+    slowest,
+    turns,
+)
 from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -89,3 +98,12 @@ def _slowest(ranks: Ranks) -> list[float]:
 
 def test_the_slowest_rank_of_every_round_counts() -> None:
     assert run_ranks(3, _slowest) == [[2.0, 10.0]] * 3
+
+
+def test_a_ratio_has_three_columns_and_one_that_is_missing_has_them_empty() -> None:
+    assert ratio_columns("to_ddp", Ratio(1.5, 1.0, 2.0)) == {
+        "to_ddp_median": 1.5,
+        "to_ddp_low": 1.0,
+        "to_ddp_high": 2.0,
+    }
+    assert ratio_columns("to_ddp", None) == dict.fromkeys(("to_ddp_median", "to_ddp_low", "to_ddp_high"))
