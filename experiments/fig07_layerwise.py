@@ -81,7 +81,10 @@ class InParts:
 
 
 class Cut(Piped):
-    """A pipeline that sends its gradient in parts. The trainer has no option for this, since it never helps."""
+    """A pipeline that sends its gradient in parts, all of them after the backward pass.
+
+    The trainer has no option for this, since it never helps: its buckets leave during the backward pass.
+    """
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, parts: int):
         super().__init__(model, ranks, width=width, all_reduce="ring")

@@ -200,7 +200,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     kept = KeptRuns(STATE.resolve(), Killed, fresh=arguments.fresh)
     number = arguments.kills or (QUICK_KILLS if arguments.quick else KILLS)

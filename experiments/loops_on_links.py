@@ -1,4 +1,4 @@
-"""Training loops timed in turns on the nodes of a testbed: the shared parts of bench_doors and bench_accelerators.
+"""Training loops timed in turns on the nodes of a testbed: the shared parts of the benches that do so.
 
 An experiment is one module that starts itself by torchrun on every node; its ranks call ``measure``. A round has a
 block of iterations of each loop, in rotated order. Pipelines are empty when a block begins, and are emptied again

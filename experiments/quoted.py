@@ -27,7 +27,7 @@ from experiments.validation_runs import EXTRAPOLATED, HELD_OUT, SHARED
 RATES = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 SLOW = ("100mbit", "200mbit")
 PROGRESS = re.compile(r"iteration \d+/|calibrating: |.* s left$")
-"""A line of it."""
+"""Pattern of a line that shows progress."""
 PAPERS = {
     "ps-sync": "parameter server",
     "D-Sync": "synchronous (width 1)",

@@ -1,4 +1,7 @@
-"""Settings of ``experiments/validate_timing_model.py``, and one of them, predicted and then measured."""
+"""Settings of ``experiments/validate_timing_model.py``, and one of them, predicted and then measured.
+
+Other experiments calibrate, ask the timing model and time configurations by the functions here, too.
+"""
 
 from __future__ import annotations
 
