@@ -30,7 +30,7 @@ from experiments import command, paired, style
 from experiments.bench_ring import Effort, input_values, readable, run_jobs
 from experiments.limits import wire_seconds
 from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns, slowest
-from experiments.results import Panels, Row, save
+from experiments.results import Panels, Row, grouped, save
 from experiments.testbed import parse_rate, rate_name
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions
@@ -200,8 +200,7 @@ def target_met(row: Row) -> bool | None:
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
     """Draw time over size for one p and codec, both logarithmic, and the wire's limits as dashed lines."""
-    for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
-        own = [row for row in rows if row["algorithm"] == algorithm]
+    for algorithm, own in grouped(rows, "algorithm").items():
         sizes, colour = [row["nbytes"] for row in own], style.ALL_REDUCES[algorithm]
         marker: dict[str, Any] = {"marker": style.ALL_REDUCE_MARKERS[algorithm], "markersize": 4, "linewidth": 1}
         axes.plot(sizes, [row["median_s"] for row in own], color=colour, label=algorithm, **marker)

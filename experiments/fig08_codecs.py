@@ -21,7 +21,7 @@ from rich.console import Console
 from experiments import command, figures, style
 from experiments.bench_codecs import CODECS as TIMED
 from experiments.figures import PaperFigure
-from experiments.results import RESULTS, Row, load
+from experiments.results import RESULTS, Row, grouped, load
 from experiments.simulation import Ring
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
@@ -126,13 +126,8 @@ def _codec_handles() -> list[Line2D]:
     return [Line2D([], [], color=colour, marker="o", label=name) for name, colour in style.CODECS.items()]
 
 
-def _of_codecs(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    names = dict.fromkeys(row["codec"] for row in rows)
-    return [(name, [row for row in rows if row["codec"] == name]) for name in names]
-
-
 def _plot_errors(rows: list[Row], axes: Axes) -> None:
-    for name, own in _of_codecs(rows):
+    for name, own in grouped(rows, "codec").items():
         colour = style.CODECS[name]
         axes.plot([row["x"] for row in own], [row["y"] for row in own], color=colour, marker="o", label=name)
     axes.set(
@@ -146,7 +141,7 @@ def _plot_errors(rows: list[Row], axes: Axes) -> None:
 
 
 def _plot_ranks(rows: list[Row], axes: Axes) -> None:
-    for name, own in _of_codecs(rows):
+    for name, own in grouped(rows, "codec").items():
         axes.plot(
             [row["x"] for row in own], [row["y"] for row in own], color=style.CODECS[name], marker="o", label=name
         )
@@ -156,7 +151,7 @@ def _plot_ranks(rows: list[Row], axes: Axes) -> None:
 
 
 def _plot_times(rows: list[Row], axes: Axes) -> None:
-    for name, own in _of_codecs(rows):
+    for name, own in grouped(rows, "codec").items():
         for row in own:
             filled = {} if row["variant"] == "in memory" else HOLLOW
             axes.plot([row["x"]], [row["y"]], color=style.CODECS[name], marker="o", linestyle="", label="_", **filled)
@@ -173,7 +168,7 @@ def _plot_times(rows: list[Row], axes: Axes) -> None:
 
 
 def _plot_accuracies(rows: list[Row], axes: Axes) -> None:
-    for name, own in _of_codecs(rows):
+    for name, own in grouped(rows, "codec").items():
         for row in own:
             hollow = "nearest" in row["variant"] or "stochastic" in row["variant"]
             axes.errorbar(

@@ -42,7 +42,7 @@ from experiments.island_loops import (
     transformer,
 )
 from experiments.kept_runs import KeptRuns
-from experiments.results import Panels, Row, code_state, save
+from experiments.results import Panels, Row, code_state, grouped, save
 from experiments.simulated_tables import changes, column, mean_of_all
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.data import DataSplits, evaluation_batches
@@ -212,9 +212,7 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
 
 def judge(rows: Sequence[Row]) -> list[Row]:
     """Return a row for every workload and way: means over seeds, and what the way loses to HSDP."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["workload"], row["contender"]), []).append(row)
+    found = grouped(rows, "workload", "contender")
     return [_judged(own, found[workload, HSDP]) for (workload, _), own in found.items()]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from experiments import command
-from experiments.results import Row, save
+from experiments.results import Row, grouped, save
 from pipesgd.ranks import Ranks
 from timing_model import Noise, simulate_iterations, steady_state_period
 
@@ -70,13 +70,10 @@ def compute(grid: Mapping[str, Sequence[float]], console: Console) -> list[Row]:
 
 def summarize(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Return the errors of each kind of jitter, over ranks, widths and ratios, for people."""
-    kinds = dict.fromkeys((row["cv"], row["persistence"], row["comm_cv"]) for row in rows)
     shown = []
-    for kind in kinds:
-        own = [row for row in rows if (row["cv"], row["persistence"], row["comm_cv"]) == kind]
+    for (cv, persistence, comm_cv), own in grouped(rows, "cv", "persistence", "comm_cv").items():
         errors = np.array([row["formula"] / row["simulated"] - 1 for row in own])
         own_error = np.mean([row["uncertainty"] / row["simulated"] for row in own])
-        cv, persistence, comm_cv = kind
         shown.append(
             {
                 "cv": f"{cv:.0%}",

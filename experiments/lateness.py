@@ -27,7 +27,7 @@ from rich.console import Console
 
 from experiments import command, figures, simulated_runs, simulated_tables, style
 from experiments.late_layers import layers_of
-from experiments.results import Panels, Row
+from experiments.results import Panels, Row, grouped
 from experiments.simulated_runs import QUICK_ITERATIONS, Run
 from experiments.simulated_tables import changes, column, mean_of_all
 from experiments.staleness_runs import OPTIMIZERS, Workload
@@ -143,9 +143,7 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
 def summarize(rows: Sequence[Row]) -> list[Row]:
     """Return a row for every workload and lateness of which no seed is missing, with what it costs in the mean."""
     seeds = {row["seed"] for row in rows}
-    found: dict[tuple[str, str, str, int], list[Row]] = {}
-    for run in sorted(rows, key=lambda run: run["seed"]):
-        found.setdefault((run["workload"], run["late"], run["layer"], run["number"]), []).append(run)
+    found = grouped(sorted(rows, key=lambda run: run["seed"]), "workload", "late", "layer", "number")
     whole = {cell: own for cell, own in found.items() if len(own) == len(seeds)}
     summary = []
     for cell, own in whole.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.markdown import table
-from experiments.results import RESULTS, Row, load
+from experiments.results import RESULTS, Row, grouped, load
 
 
 def faults() -> str:
@@ -31,11 +31,10 @@ def fault_counts() -> str:
 
 def killed_anywhere() -> str:
     """Return how many of the runs that were killed in each phase ended in the same weights."""
-    rows = load(RESULTS / "kill_anywhere.csv")
-    lines = []
-    for phase in dict.fromkeys(row["phase"] for row in rows):
-        own = [row for row in rows if row["phase"] == phase]
-        lines.append([str(phase), str(len(own)), str(sum(row["identical"] is True for row in own))])
+    of_phases = grouped(load(RESULTS / "kill_anywhere.csv"), "phase")
+    lines = [
+        [phase, str(len(own)), str(sum(row["identical"] is True for row in own))] for phase, own in of_phases.items()
+    ]
     return table(["killed in", "runs", "ended in the same weights and losses"], lines)
 
 
