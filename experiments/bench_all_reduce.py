@@ -1,6 +1,6 @@
 """All-reduces over emulated links: every algorithm with every codec, interleaved, next to what the wire allows.
 
-    python -m experiments.bench_all_reduce --rate 200mbit        bench_all_reduce_200mbit.csv, .png
+    python -m experiments.bench_all_reduce --rate 200mbit        bench_all_reduce_200mbit.csv
     python -m experiments.bench_all_reduce --rate 200mbit --world-sizes 3 4 5 --name bench_all_reduce_matrix
     python -m experiments.bench_all_reduce --rate 1gbit --world-sizes 4 --algorithms native ring --codecs fp32 int8
 
@@ -19,18 +19,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from experiments import command, paired, style
+from experiments import command, paired
 from experiments.bench_ring import Effort, input_values, readable, run_jobs
 from experiments.limits import wire_seconds
 from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns, slowest
-from experiments.results import Panels, Row, grouped, save
+from experiments.results import Row, save
 from experiments.testbed import parse_rate, rate_name
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions
@@ -40,9 +40,6 @@ from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from timing_model.schedules import ALL_REDUCES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 ALGORITHMS = tuple(name for name in ALL_REDUCES if name != "hierarchical")
 """All-reduces to compare; hierarchical is left out, since each node has one rank."""
@@ -198,27 +195,8 @@ def target_met(row: Row) -> bool | None:
     return None if to_native is None else bool(to_native >= LEAST_TO_NATIVE)
 
 
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw time over size for one p and codec, both logarithmic, and the wire's limits as dashed lines."""
-    for algorithm, own in grouped(rows, "algorithm").items():
-        sizes, colour = [row["nbytes"] for row in own], style.ALL_REDUCES[algorithm]
-        marker: dict[str, Any] = {"marker": style.ALL_REDUCE_MARKERS[algorithm], "markersize": 4, "linewidth": 1}
-        axes.plot(sizes, [row["median_s"] for row in own], color=colour, label=algorithm, **marker)
-        axes.plot(sizes, [row["wire_limit_s"] for row in own], color=colour, linestyle="--", linewidth=1, label="_")
-    axes.set(xscale="log", yscale="log", xlabel="buffer (bytes)", ylabel="time of an all-reduce, median (s)")
-    axes.set_title(f"{rows[0]['codec']}, {rows[0]['p']} ranks; dashed: the wire's limit", fontsize="medium")
-    axes.legend(fontsize="small")
-    return axes
-
-
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure, with a line of panels for every p."""
-    codecs = {row["codec"] for row in rows}
-    return Panels(by=("p", "codec"), plot=plot, abreast=len(codecs)).save(name, rows, folder)
-
-
 def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> None:
-    """Save the rows and their figure, and print them."""
+    """Save the rows and print them."""
     target = {
         "nodes": TARGET_NODES,
         "rate_at_most": TARGET_RATE,
@@ -227,7 +205,6 @@ def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> 
         "native_over_fp32_ring_at_least": LEAST_TO_NATIVE,
     }
     save(name, rows, extra={"target": target, **links}, folder=folder)
-    draw(name, rows, folder)
     command.show(
         f"All-reduces; target: ring with a codec at least {LEAST_EFFICIENCY} of the wire, fp32 ring at least "
         f"{LEAST_TO_NATIVE} of native",

@@ -1,6 +1,6 @@
 """Cost of codecs on one thread: encode, decode and the fused hop, next to copying the same float32 values.
 
-    python -m experiments.bench_codecs                 bench_codecs.csv, bench_codecs.png
+    python -m experiments.bench_codecs                 bench_codecs.csv
 
 A round times the copy (numpy's, of float32, warm) and every contender once, in rotated order. A ratio compares times
 of the same round, in CPU seconds of the thread, which do not advance while others have the core. "cache" is 256 KiB of
@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,15 +26,12 @@ from rich.console import Console
 
 from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns
-from experiments.results import Panels, Row, grouped, save
+from experiments.results import Row, grouped, save
 from experiments.torch_codecs import TORCH_CODECS
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.ranks import Ranks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 CODECS = {
     **{name: CodecOptions(codec=name) for name in ("truncate16", "bf16", "fp16")},
@@ -51,8 +47,6 @@ OPERATIONS = ("encode", "decode", "hop", "hop, residual")
 MOST_FOR_DECODE = 2.0
 MOST_FOR_THE_REST = {"bf16": 2.0, "int8": 2.0, "int4": 3.0, "ternary": 3.0, "ternary stochastic": 3.0}
 """Limits in times of a copy: for any decode, and for an encode or a hop without residual of these codecs."""
-COLOURS = dict(zip(OPERATIONS, ("#0072B2", "#E69F00", "#D55E00", "#CC79A7"), strict=True))  # Okabe and Ito
-MARKERS = dict(zip(OPERATIONS, "^vso", strict=True))
 
 Operation = Callable[[], object]
 
@@ -211,38 +205,10 @@ def target_of(name: str, operation: str) -> float | None:
     return MOST_FOR_DECODE if operation == "decode" else MOST_FOR_THE_REST.get(name)
 
 
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw one size: a line for every contender and a mark for every operation, over the ratio, logarithmic."""
-    names = list(dict.fromkeys(row["contender"] for row in rows))
-    for operation in OPERATIONS:
-        own = [row for row in rows if row["operation"] == operation and row["ratio_median"] is not None]
-        x, y = [row["ratio_median"] for row in own], [names.index(row["contender"]) for row in own]
-        style: dict[str, Any] = {"color": COLOURS[operation], "marker": MARKERS[operation], "linestyle": ""}
-        axes.plot(x, y, label=operation, **style)
-    for most in (MOST_FOR_DECODE, max(MOST_FOR_THE_REST.values())):
-        axes.axvline(most, color="black", linestyle="--", linewidth=1, label="_")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.grid(axis="y", linewidth=0.3)
-    mib = rows[0]["nbytes"] / (1 << 20)
-    axes.set(title=f"{rows[0]['size']}, {mib:g} MiB of float32", xlabel="time over that of a copy, median")
-    axes.legend(fontsize="small")
-    return axes
-
-
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure, with a panel for every size."""
-    height = 1.5 + 0.3 * len({row["contender"] for row in rows})
-    return Panels(by=("size",), plot=plot, panel=(6.5, height)).save(name, rows, folder)
-
-
 def publish(rows: list[Row], folder: Path) -> None:
-    """Save the rows and their figure, and print them."""
+    """Save the rows and print them."""
     targets = {"decode_at_most": MOST_FOR_DECODE, "encode_and_hop_at_most": MOST_FOR_THE_REST}
     save("bench_codecs", rows, extra={"target": targets}, folder=folder)
-    draw("bench_codecs", rows, folder)
     for size, some in grouped(rows, "size").items():
         us = 1e6 * some[0]["copy_median_s"]
         command.show(f"{size}: times in copies of the same float32 values, of {us:.1f} us", _table(some))

@@ -1,6 +1,6 @@
 """Time of an iteration of a DDP program by each of pipesgd's doors, on emulated links, interleaved.
 
-    python -m experiments.bench_doors        4 nodes at 200 Mbit/s: bench_doors.csv, bench_doors.png
+    python -m experiments.bench_doors        4 nodes at 200 Mbit/s: bench_doors.csv
 
 All contenders train a copy of the same model on the same batches, which are already in memory; loops_on_links.py says
 how they are timed. The nodes share the cores of this machine, so computing takes longer here than on machines of their
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments import command
 from experiments.bench_pipelined import Workload
 from experiments.loops import Loop, Piped, Plain
-from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, show_verdicts, summarize, verdicts
+from experiments.loops_on_links import Effort, measure, on_testbed, show, show_verdicts, summarize, verdicts
 from experiments.results import save
 from experiments.testbed import Link, rate_name
 from pipesgd.backend import BackendOptions
@@ -70,7 +70,6 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     rows = summarize(found, title, DDP)
     targets = verdicts({name: one["seconds"] for name, one in found.items()}, TARGETS)
     save("bench_doors", rows, extra={"targets": targets, "block": effort.block}, folder=arguments.output)
-    draw("bench_doors", rows, arguments.output)
     show(rows)
     show_verdicts(targets)
 

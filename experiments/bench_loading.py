@@ -1,6 +1,6 @@
 """Time of an iteration on a folder of JPEGs, by the number of loader workers of each rank, interleaved.
 
-    torchrun --nproc-per-node 2 -m experiments.bench_loading      bench_loading.csv, bench_loading.png
+    torchrun --nproc-per-node 2 -m experiments.bench_loading      bench_loading.csv
 
 Rank 0 writes synthetic JPEGs of 256x256 pixels into a temporary folder. A round has a block of iterations of each
 contender, in rotated order: batches that are loaded by the rank itself, by worker processes, or are in memory already,
@@ -18,12 +18,10 @@ import copy
 import itertools
 import os
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,14 +32,11 @@ from rich.console import Console
 from experiments import accelerators, command, paired
 from experiments.loops import Batch, Piped
 from experiments.paired import Seconds, interquartile_range, median, paired_ratio, slowest
-from experiments.results import Panels, Row, save
+from experiments.results import Row, save
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.data import ShardedBatches, build_model, load_dataset
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 CLASSES, JPEG_SIDE, COARSE_SIDE = 2, 256, 32
 """Classes, side of a JPEG in pixels, and side of the random picture that it is enlarged from."""
@@ -172,22 +167,6 @@ def summarize(seconds: dict[str, Seconds], waits: dict[str, Seconds], *, baselin
     return rows
 
 
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw a bar for every contender: the median of an iteration, its exposed loading hatched."""
-    names = [row["loaded"] for row in rows][::-1]
-    waits = [row["exposed_loading_median_s"] * 1e3 for row in rows][::-1]
-    rest = [row["median_s"] * 1e3 - wait for row, wait in zip(rows[::-1], waits, strict=True)]
-    axes.barh(names, rest, label="computation and exposed communication")
-    axes.barh(names, waits, left=rest, hatch="//", alpha=0.5, label="exposed loading")
-    axes.set(title=textwrap.fill(rows[0]["title"], 34), xlabel="time of an iteration, median (ms)")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    return axes
-
-
-draw = Panels(by=("title",), plot=plot).save
-"""Function that writes the figure, with a panel for every title."""
-
-
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command on torchrun's ranks, which are on one machine."""
     options = command.parser("bench_loading", __doc__)
@@ -210,9 +189,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
 
 
 def publish(rows: list[Row], folder: Path) -> None:
-    """Save the rows and their figure, and print them."""
+    """Save the rows and print them."""
     save("bench_loading", rows, folder=folder)
-    draw("bench_loading", rows, folder)
     command.show(
         rows[0]["title"],
         [

@@ -1,6 +1,6 @@
 """Time of an iteration on this machine: pipelined against torch's DistributedDataParallel, interleaved.
 
-    torchrun --nproc-per-node 4 -m experiments.bench_pipelined      bench_pipelined.csv, bench_pipelined.png
+    torchrun --nproc-per-node 4 -m experiments.bench_pipelined      bench_pipelined.csv
 
 A round has a block of iterations of each contender, in rotated order. Two untimed iterations and a barrier
 precede each block. A pipeline is empty when a block begins and is emptied again, by flush(), within the timed
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,15 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments import command, paired
 from experiments.loops import Batch, Loop, Piped, Plain
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio, ratio_columns
-from experiments.results import Panels, Row, save
-from experiments.style import METHODS
+from experiments.results import Row, save
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TARGET_RATIO = 1.05
 TARGETED = ("pipelined width 2, ring", "pipelined width 2, native")
@@ -194,36 +189,9 @@ def summarize(workload: Workload, seconds: dict[str, Seconds]) -> list[Row]:
     return rows
 
 
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw a bar for every contender of one workload: the median, with a whisker as long as the interquartile range."""
-    names = [row["contender"].replace(", ", "\n").replace(" (", "\n(") for row in rows]
-    times = [row["median_s"] for row in rows]
-    axes.bar(
-        names,
-        times,
-        yerr=[row["iqr_s"] / 2 for row in rows],
-        capsize=4,
-        color=[_colour(row["contender"]) for row in rows],
-    )
-    axes.tick_params(axis="x", labelrotation=60)
-    axes.set(title=rows[0]["workload"], ylabel="time of an iteration, median (s)")
-    return axes
-
-
-draw = Panels(by=("workload",), plot=plot).save
-"""Function that writes the figure, with a panel for every workload."""
-
-
-def _colour(contender: str) -> str:
-    """Return the colour that the contender's method has in all figures."""
-    known = {"ddp": "ddp", "pipelined width 2": "width 2", "synchronous (width 1)": "D-Sync"}
-    return METHODS[known.get(contender.split(", ")[0], "local")]
-
-
 def publish(rows: list[Row], folder: Path) -> None:
-    """Save the rows and their figure, and print them."""
+    """Save the rows and print them."""
     save("bench_pipelined", rows, extra={"target": {"ratio_to_ddp_median_at_most": TARGET_RATIO}}, folder=folder)
-    draw("bench_pipelined", rows, folder)
     command.show(
         f"Time of an iteration; target: pipelined width 2 / ddp at most {TARGET_RATIO:.2f}",
         [

@@ -1,6 +1,6 @@
 """Cost of an update with a prediction for a rank: CPU time, next to the optimizer's own step, and memory.
 
-    python -m experiments.bench_prediction                        bench_prediction.csv, bench_prediction.png
+    python -m experiments.bench_prediction                        bench_prediction.csv
 
 In every round each contender does all that a step of width 2 does with a mean that has arrived: it compares the mean
 with the guess, learns from it, steps the optimizer, and predicts from one gradient in flight. "none" is without a
@@ -17,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,15 +26,12 @@ from torch import Tensor
 from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns
 from experiments.predictions import COMPARED
-from experiments.results import Panels, Row, save
+from experiments.results import Row, save
 from pipesgd.data import build_model
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.prediction import Agreement
 from pipesgd.ranks import Ranks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 1e-6, "momentum": 0.9}),
@@ -44,7 +41,6 @@ STEP = "the optimizer's step"
 BY_A_COPY = " by a copy"
 NAMES = ("eager", f"eager{BY_A_COPY}", "local", f"local{BY_A_COPY}", *COMPARED, "none")
 ROUNDS, QUICK_ROUNDS, WARM_UP = 200, 3, 3
-COLOUR = "#0072B2"
 
 
 class Contender:
@@ -135,22 +131,9 @@ def compute(rounds: int, hidden: tuple[int, ...], console: Console) -> list[Row]
     return rows
 
 
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw a bar for every prediction of one optimizer."""
-    names = [row["prediction"] for row in rows]
-    axes.barh(names[::-1], [1e3 * row["s_per_million_parameters"] for row in rows][::-1], color=COLOUR)
-    axes.set(title=rows[0]["optimizer"], xlabel="ms an iteration, per million parameters")
-    return axes
-
-
-draw = Panels(by=("optimizer",), plot=plot).save
-"""Function that writes the figure, with a panel for every optimizer."""
-
-
 def publish(rows: list[Row], folder: Path) -> None:
-    """Save the rows and their figure, and print them."""
+    """Save the rows and print them."""
     save("bench_prediction", rows, folder=folder)
-    draw("bench_prediction", rows, folder)
     command.show(
         "What an update with a prediction costs a rank, width 2",
         [

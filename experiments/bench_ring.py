@@ -1,6 +1,6 @@
 """Our ring all-reduce against torch's own, over gloo on this machine, in one interleaved run.
 
-    python -m experiments.bench_ring --all                    p = 2, 3, 4, loopback: bench_ring.csv, bench_ring.png
+    python -m experiments.bench_ring --all                    p = 2, 3, 4, loopback: bench_ring.csv
     python -m experiments.bench_ring --all --rate 200mbit     p = 3, 4, 5, one rank a node: bench_ring_200mbit.csv
     torchrun --nproc-per-node 2 -m experiments.bench_ring     one p: bench_ring_p2.csv
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch import Tensor
 from experiments import command, paired
 from experiments.limits import SLOW_LINK
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio, ratio_columns
-from experiments.results import REPOSITORY, Panels, Row, load, save
+from experiments.results import REPOSITORY, Row, load, save
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
@@ -37,21 +37,12 @@ from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from timing_model.schedules import SEGMENT_BYTES
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 WORLD_SIZES, LINK_WORLD_SIZES = (2, 3, 4), (3, 4, 5)
 TARGET_RATIO = 1.10
 TARGET_RATIO_SLOW_LINK, TARGET_RATIO_LINK = 1.03, 1.05
 """Targets (at most) for the ring's time over native's, on links up to ``SLOW_LINK`` and on faster ones."""
 TARGET_FROM_NBYTES = 1_000_000
 WARM_UP_ROUNDS = 3
-COLOURS = {"native": "#0072B2", "ring": "#D55E00"}  # Okabe and Ito: distinguishable by the colour-blind
-MARKERS: dict[str, dict[str, Any]] = {
-    "native": {"marker": "o", "markersize": 11, "fillstyle": "none"},
-    "ring": {"marker": "s"},
-}
-"""Markers that both stay visible where points overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,21 +151,6 @@ def summarize(world_size: int, nbytes: int, native: Seconds, ring: Seconds) -> R
     }
 
 
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw time over size, both logarithmic, for the rows of one p."""
-    for name in ("native", "ring"):
-        times = [row[f"{name}_median_s"] for row in rows]
-        axes.plot([row["nbytes"] for row in rows], times, color=COLOURS[name], label=name, **MARKERS[name])
-    axes.set(xscale="log", yscale="log", xlabel="buffer (bytes)", ylabel="time of an all-reduce, median (s)")
-    axes.set_title(f"{rows[0]['p']} ranks")
-    axes.legend()
-    return axes
-
-
-draw = Panels(by=("p",), plot=plot).save
-"""Function that writes the figure, with a panel for every number of ranks."""
-
-
 def readable(nbytes: int) -> str:
     """Return ``nbytes`` in whole units."""
     for unit, size in (("MiB", 1 << 20), ("MB", 1_000_000), ("KiB", 1 << 10), ("kB", 1000)):
@@ -184,10 +160,9 @@ def readable(nbytes: int) -> str:
 
 
 def publish(name: str, rows: list[Row], folder: Path, *, target: float, facts: dict[str, Any] | None = None) -> None:
-    """Save the rows and their figure, and print them; ``facts`` are added to the manifest."""
+    """Save the rows and print them; ``facts`` are added to the manifest."""
     goal = {"ratio_median_at_most": target, "from_nbytes": TARGET_FROM_NBYTES}
     save(name, rows, extra={"target": goal, **(facts or {})}, folder=folder)
-    draw(name, rows, folder)
     command.show(
         f"All-reduce, ring / native; target: at most {target:.2f} from {readable(TARGET_FROM_NBYTES)} on",
         [

@@ -1,6 +1,6 @@
 """Cost of a codec in accuracy: the same training with every codec on the wire, for several seeds.
 
-    python -m experiments.codec_accuracy                          codec_accuracy.csv, codec_accuracy.png
+    python -m experiments.codec_accuracy                          codec_accuracy.csv
     python -m experiments.codec_accuracy --models mlp --codecs fp32 int8 "int8 stochastic"
 
 A run is pipesgd.train at width 1 on four ranks of this machine, over loopback. A row has all seeds of a codec;
@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from experiments import command, contenders, style
+from experiments import command, contenders
 from experiments.contenders import NEVER
 from experiments.kept_runs import KeptRuns
 from experiments.paired import median
-from experiments.results import Panels, Row, code_state, save
+from experiments.results import Row, code_state, save
 from experiments.testbed_jobs import run_training
 from pipesgd.data import make_workload
 from pipesgd.errors import RunError
@@ -38,9 +38,6 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from pipesgd.run.output import SUMMARY_FILE
 from timing_model.collective_time import ring_all_reduce_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 WORLD_SIZE = 4
 RECIPE = "--width 1 --optimizer sgd --momentum 0.9 --lr 0.05 --schedule one-cycle"
@@ -71,8 +68,6 @@ BASELINE = "fp32"
 TARGETED, MOST_LOST = ("int8", "int4"), 0.2
 """Codecs with a target, and the most points of accuracy that they may lose."""
 SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 30
-APART = 1.05
-"""Factor in bytes that puts codecs that send equally much side by side in the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,36 +197,6 @@ def accuracies(row: Row) -> list[float | None]:
     return [value for name, value in row.items() if name.startswith("accuracy_seed_")]
 
 
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw one model: the accuracy of every seed (small) and the mean (large) over the bytes sent, logarithmic.
-
-    Each codec has a colour; a hollow mark shows that its rounding is not the default. The band is what int8 and int4
-    may lose.
-    """
-    of_size: dict[int, int] = {}
-    for row in rows:
-        values = [100 * value for value in accuracies(row) if value is not None]
-        if not values:
-            axes.plot([], [], linestyle="", label=f"{row['codec']} (failed)")
-            continue
-        wire = row["wire_bytes_per_iteration"]
-        place = of_size[wire] = of_size.get(wire, -1) + 1
-        x = wire * APART**place
-        colour = style.CODECS[row["codec"].split()[0]]
-        face = "none" if " " in row["codec"] else colour
-        look: dict[str, Any] = {"linestyle": "", "color": colour, "markerfacecolor": face}
-        axes.plot([x] * len(values), values, marker="o", markersize=3, label="_", **look)
-        mean = 100 * row["accuracy_mean"]
-        axes.plot([x], [mean], marker="D", markersize=9, label=f"{row['codec']}, {mean:.2f} %", **look)
-        if row["codec"] == BASELINE:
-            axes.axhspan(mean - MOST_LOST, mean, color="black", alpha=0.12, linewidth=0, zorder=0)
-    axes.set_xscale("log", base=2)
-    axes.margins(x=0.1)
-    axes.set(title=rows[0]["model"], xlabel="sent by a rank in an iteration (bytes)", ylabel="test accuracy (%)")
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return axes
-
-
 def verdict(row: Row) -> str:
     """Return "met" or "MISSED", or an empty string if there is no target or no fp32 to compare with."""
     if row["codec"] not in TARGETED or row["difference_to_fp32_points"] is None:
@@ -239,12 +204,8 @@ def verdict(row: Row) -> str:
     return "met" if row["difference_to_fp32_points"] >= -MOST_LOST else "MISSED"
 
 
-draw = Panels(by=("model",), plot=plot, panel=(7.0, 4.5)).save
-"""Function that writes the figure, with a panel for every model."""
-
-
 def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Console) -> None:
-    """Save the rows and their figure, and print them."""
+    """Save the rows and print them."""
     extra = {
         "target": {"codecs": TARGETED, "difference_to_fp32_points_at_least": -MOST_LOST},
         "world_size": WORLD_SIZE,
@@ -256,7 +217,6 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
         "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
     }
     save("codec_accuracy", rows, extra=extra, folder=folder)
-    draw("codec_accuracy", rows, folder)
     command.show(
         f"Test accuracy; target: {' and '.join(TARGETED)} lose at most {MOST_LOST} points to {BASELINE}",
         [_texts(row) for row in rows],

@@ -6,19 +6,13 @@ python -m experiments.gallery        experiments/results/*.png, docs/gallery.md,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from experiments import (
-    bench_all_reduce,
-    bench_codecs,
-    bench_loading,
-    bench_pipelined,
-    bench_prediction,
-    bench_ring,
-    codec_accuracy,
     command,
     compare,
     fig01_schedules,
@@ -37,10 +31,8 @@ from experiments import (
     local_steps_time,
     loops_on_links,
     paper_question,
-    shared_link,
     staleness_figure,
     theano_mpi,
-    validate_timing_model,
 )
 from experiments.results import REPOSITORY, RESULTS, Row, command_of, load
 from pipesgd.ranks import Ranks
@@ -85,44 +77,21 @@ def of_the_paper(name: str, rows: list[Row], folder: Path) -> Path:
 
 
 DRAWN: dict[str, Draw] = {
-    "accuracy_": compared,
+    "accuracy_*": compared,
     "bench_accelerators": loops_on_links.draw,
-    "bench_all_reduce": bench_all_reduce.draw,
-    "bench_codecs": bench_codecs.draw,
-    "bench_doors": loops_on_links.draw,
     "bench_islands": loops_on_links.draw,
-    "bench_loading": bench_loading.draw,
-    "bench_pipelined": bench_pipelined.draw,
-    "bench_prediction": bench_prediction.draw,
-    "bench_ring": bench_ring.draw,
     "bench_torchft": loops_on_links.draw,
-    "codec_accuracy": codec_accuracy.draw,
-    "compare_": compared,
+    "compare_*": compared,
     "islands_accuracy": islands_accuracy.draw,
     "lateness": lateness.draw,
     "local_steps_accuracy": local_steps_accuracy.draw,
     "local_steps_time": local_steps_time.draw,
     "paper_question": of_the_paper,
-    "shared_link": shared_link.draw,
     "staleness": staleness_figure.draw,
     "theano_mpi": theano_mpi.draw,
-    "time_to_accuracy_": compared,
-    "validate_timing_model": validate_timing_model.draw,
+    "time_to_accuracy_*": compared,
 }
-"""Functions that draw a figure, by the beginning of the result's name."""
-WITHOUT = (
-    *("bench_import", "bench_timing_model", "encrypted_network", "faults", "fuzz", "kill_"),
-    *(
-        "bench_hooks",
-        "home_uplinks",
-        "jitter",
-        "lateness_summary",
-        "local_steps_accuracy_summary",
-        "paper_question_jitter",
-    ),
-    *("reduces", "staleness_summary", "systems_headlines", "torch_ddp_tests", "tutorial"),
-)
-"""Results that have no figure, by the beginning of their names."""
+"""Functions that draw the figures of results, by patterns of their names. Results that no page shows have no figure."""
 
 
 def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:
@@ -133,9 +102,7 @@ def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:
         own = next((one for one in FIGURES if one.name == name), None)
         if own is not None:
             found[name] = partial(own.save, own.table(results))
-        elif not name.startswith(WITHOUT):
-            draw = next((draw for beginning, draw in DRAWN.items() if name.startswith(beginning)), None)
-            assert draw is not None, f"{name} must be among DRAWN, or WITHOUT a figure"
+        elif (draw := next((draw for pattern, draw in DRAWN.items() if fnmatch(name, pattern)), None)) is not None:
             found[name] = partial(draw, name, load(next(results.glob(f"{name}.[cj]s*"))))
     return found
 

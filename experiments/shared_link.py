@@ -1,6 +1,6 @@
 """Training on a link that another program loads, with and without a limit of what training sends.
 
-    python -m experiments.shared_link            4 nodes at 200 Mbit/s: shared_link.csv, shared_link.png
+    python -m experiments.shared_link            4 nodes at 200 Mbit/s: shared_link.csv
 
 Another program on node 0 sends to node 1, by one TCP connection, as much as it can. The table has the time of an
 iteration, and the rate at which the other program's bytes arrive meanwhile; without communication, it has the link for
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from torch import nn
@@ -25,15 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments import command
 from experiments.bench_accelerators import ACCELERATOR, ALONE, CLUSTER, DDP, WORKLOAD, emulate
 from experiments.loops import Loop, Piped, Plain
-from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, show_verdicts, summarize, verdicts
+from experiments.loops_on_links import Effort, measure, on_testbed, show, show_verdicts, summarize, verdicts
 from experiments.other_traffic import Arrived, make_count
-from experiments.results import Row, save, save_panels
+from experiments.results import save
 from experiments.testbed import Testbed
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 FULL, QUICK = Effort(block=8, rounds=5, steady=True), Effort(block=2, rounds=1, steady=True)
 PORT, COUNT_FILE = 39_000, "arrived"
@@ -86,21 +83,6 @@ def judge(
     return verdicts(numbers, targets)
 
 
-def plot_other(rows: list[Row], axes: Axes) -> Axes:
-    """Draw the rate of the other program next to every loop."""
-    order = rows[::-1]
-    bars = axes.barh([row["contender"] for row in order], [8e-6 * row["other_rate"] for row in order])
-    axes.bar_label(bars, fmt="%.0f", padding=3)
-    axes.set(title="other program", xlabel="its bytes that arrive (Mbit/s)")
-    axes.margins(x=0.12)
-    return axes
-
-
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure: the iterations, and the other program."""
-    return save_panels(name, [partial(plot, rows), partial(plot_other, rows)], size=(11.0, 3.2), folder=folder)
-
-
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command: on a testbed, or, started by torchrun, as one of its ranks."""
     options = command.parser("shared_link", __doc__)
@@ -124,7 +106,6 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     judged = judge(alone, shared)
     extra = {"accelerator": ACCELERATOR, "block": effort.block, "targets": judged}
     save("shared_link", rows, extra=extra, folder=arguments.output)
-    draw("shared_link", rows, arguments.output)
     show(rows, alone_s="alone, ms")
     show_verdicts(judged)
     command.show(

@@ -1,6 +1,6 @@
 """Accuracy of the timing model's predictions, and regret of ``--width auto``, against iterations measured afterwards.
 
-    python -m experiments.validate_timing_model           validate_timing_model.csv and _auto.csv, with a figure each
+    python -m experiments.validate_timing_model           validate_timing_model.csv and _auto.csv
     python -m experiments.validate_timing_model --settings "4 x 200mbit, 75ms"
     python -m experiments.validate_timing_model --finished        the same files, from the finished settings
 
@@ -31,7 +31,6 @@ import math
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ from rich.console import Console
 
 from experiments import command
 from experiments.kept_runs import KeptRuns
-from experiments.results import Row, save, save_panels
+from experiments.results import Row, save
 from experiments.style import BLUE, GREY, ORANGE
 from experiments.validation_runs import (
     EXTRAPOLATED,
@@ -264,27 +263,8 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     return axes
 
 
-def plot_regret(rows: Sequence[Row], axes: Axes) -> Axes:
-    """Draw the regret of every setting: of the run with its audition, and of the best prediction alone."""
-    places = np.arange(len(rows))[::-1]
-    for name, label, height in (("regret_of_the_prediction", "prediction alone", 0.2), ("regret", "audition", -0.2)):
-        axes.barh(places + height, [100 * row[name] for row in rows], height=0.38, label=label)
-    axes.set_yticks(places, [row["setting"] for row in rows])
-    axes.axvline(0, color="black", linewidth=1)
-    axes.set(xlabel="slower than the fastest configuration (%)", title="--width auto")
-    axes.legend(loc="lower right")
-    return axes
-
-
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure of either table."""
-    if "regret" in rows[0]:
-        return save_panels(name, [partial(plot_regret, rows)], size=(7.5, 6.0), folder=folder)
-    return save_panels(name, [partial(plot, rows)], size=(6.5, 5.5), folder=folder)
-
-
 def publish(found: Mapping[str, Measured], settings: Mapping[str, Setting], folder: Path, console: Console) -> None:
-    """Save both tables with their figures, and print them with a summary."""
+    """Save both tables, and print them with a summary."""
     rows, decisions = tabulate(found, settings), decide(found, settings)
     summary = summarize(rows, decisions)
     extra = {"summary": summary, "made_with": sorted({str(one.commit) for one in found.values()})}
@@ -292,11 +272,8 @@ def publish(found: Mapping[str, Measured], settings: Mapping[str, Setting], fold
         command.show(f"{name}, predicted before", [_cell_texts(row) for row in rows if row["setting"] == name])
     if decisions:
         command.show("What --width auto chose", [_decision_texts(row) for row in decisions])
-    paths = []
-    for name, table in ((NAME, rows), (f"{NAME}_auto", decisions)):
-        if table:
-            paths.append(save(name, table, extra=extra, folder=folder))
-            draw(name, table, folder)
+    tables = {NAME: rows, f"{NAME}_auto": decisions}
+    paths = [save(name, table, extra=extra, folder=folder) for name, table in tables.items() if table]
     say(console, *lines(summary), *(f"wrote {path}" for path in paths))
 
 

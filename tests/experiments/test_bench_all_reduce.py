@@ -1,4 +1,4 @@
-"""All-reduces over links: a real run of two ranks, the rows and their targets, the figure, the options; a testbed."""
+"""All-reduces over links: a real run of two ranks, the rows and their targets, the options; a testbed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from _ranks import run_module, run_ranks
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments import testbed
@@ -20,7 +19,6 @@ from experiments.bench_all_reduce import (
     compute,
     make_contenders,
     parse,
-    plot,
     summarize,
     target_met,
 )
@@ -113,15 +111,6 @@ def test_calls_are_on_the_same_values_with_error_feedback() -> None:
     assert run_ranks(2, _timed) == [(False, 2, True)] * 2
 
 
-def test_the_figure_shows_times_and_limits() -> None:
-    rows = [row("native", "fp32", 0.2), row("ring", "fp32", 0.1)]
-    axes = plot(rows, Figure().subplots())
-    lines = axes.get_lines()
-    assert [line.get_label() for line in lines[::2]] == ["native", "ring"]
-    assert [line.get_ydata()[0] for line in lines] == pytest.approx([0.2, 0.06 * HEADERS, 0.1, 0.06 * HEADERS])
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -157,5 +146,5 @@ def test_a_quick_run_on_a_testbed(tmp_path: Path) -> None:
         ("ring", "int8"),
     ]
     assert all(row["rate"] == 200e6 and row["median_s"] > 0 for row in rows)
-    endings = ("csv", "manifest.json", "png")
+    endings = ("csv", "manifest.json")
     assert {path.name for path in tmp_path.iterdir()} == {f"bench_all_reduce_200mbit.{end}" for end in endings}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from _ranks import run_module
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments import bench_codecs
@@ -20,14 +19,13 @@ from experiments.bench_codecs import (
     compute,
     own_operations,
     parse,
-    plot,
     summarize,
     target_of,
     time_calls,
     torch_operations,
 )
 from experiments.paired import interleave_here
-from experiments.results import RESULTS, Row, load
+from experiments.results import RESULTS, load
 from experiments.torch_codecs import TORCH_CODECS
 from pipesgd.codecs.make import make_codec
 from pipesgd.errors import UserInputError
@@ -92,8 +90,6 @@ def test_what_cannot_be_compiled_is_said_and_the_rest_is_timed(monkeypatch: pyte
     assert {row["failure"] for row in failed} == {"RuntimeError: no compiler found"}
     assert {row["ratio_median"] for row in failed} == {row["target_met"] for row in failed} == {None}
     assert len(rows) == 4 + 3 + 3
-    axes = plot(rows, Figure().subplots())
-    assert len(axes.get_lines()[0].get_xydata()) == 2  # encode: ours and eager
 
 
 def test_ratios_are_to_the_copy_of_the_same_round() -> None:
@@ -134,19 +130,6 @@ def test_contenders_take_turns_and_warm_up_rounds_are_left_out() -> None:
     assert "".join(calls) == "abbaab"
 
 
-def test_the_figure_shows_the_ratios_of_every_operation() -> None:
-    def row(name: str, operation: str, ratio: float) -> Row:
-        return summarize(TINY, name, operation, [ratio], [1.0])
-
-    axes = plot(
-        [row("int8", "encode", 1.5), row("int8", "decode", 0.5), row("sign", "encode", 4.0)], Figure().subplots()
-    )
-    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-    assert lines["encode"] == [[1.5, 0], [4.0, 1]]
-    assert lines["decode"] == [[0.5, 0]]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["int8", "sign"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -170,6 +153,4 @@ def test_a_quick_run_leaves_its_files(tmp_path: Path) -> None:
     assert "…" not in done.stdout  # everything fits
     rows = load(tmp_path / "bench_codecs.csv")
     assert [row["size"] for row in rows] == 7 * ["cache"] + 7 * ["memory"]
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"bench_codecs.{end}" for end in ("csv", "manifest.json", "png")
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {f"bench_codecs.{end}" for end in ("csv", "manifest.json")}

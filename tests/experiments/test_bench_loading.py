@@ -1,4 +1,4 @@
-"""The benchmark of loading: a real run of two ranks gives a row for each contender, and the figure shows them."""
+"""The benchmark of loading: a real run of two ranks gives a row for each contender."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from _ranks import run_ranks
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments.bench_loading import Effort, contender_of, measure, plot, write_images
+from experiments.bench_loading import Effort, contender_of, measure, write_images
 from experiments.results import Row
 from pipesgd.ranks import Ranks
 
@@ -22,16 +21,10 @@ def _measure(ranks: Ranks, folder: Path) -> list[Row]:
     return measure(ranks, TINY, folder, Console(quiet=True))
 
 
-def test_all_ranks_get_the_same_rows_and_the_figure_shows_them(tmp_path: Path) -> None:
+def test_all_ranks_get_the_same_rows(tmp_path: Path) -> None:
     write_images(tmp_path, TINY.files)
     first, second = run_ranks(2, _measure, tmp_path)
     assert first == second
     assert [row["loaded"] for row in first] == [contender_of(0), "in memory"]
     assert first[0]["times_as_fast"] == 1.0
     assert all(0 < row["exposed_loading_median_s"] < row["median_s"] for row in first)
-
-    axes = plot([{"title": "all", **row} for row in first], Figure().add_subplot())
-    widths = [bar.get_width() for bar in axes.patches]
-    assert [rest + wait for rest, wait in zip(widths[:2], widths[2:], strict=True)] == pytest.approx(
-        [1e3 * row["median_s"] for row in first[::-1]]
-    )

@@ -1,4 +1,4 @@
-"""The pipelined benchmark: its loops train alike, a real run of two ranks gives rows, the figure shows them."""
+"""The pipelined benchmark: its loops train alike, a real run of two ranks gives rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from _ranks import run_ranks
-from matplotlib.figure import Figure
 from rich.console import Console
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from experiments.bench_pipelined import Effort, Workload, compute, make_loops, plot, summarize, verdict
+from experiments.bench_pipelined import Effort, Workload, compute, make_loops, summarize, verdict
 from experiments.results import Row
 from pipesgd.data import load_dataset
 from pipesgd.ranks import Ranks
@@ -69,11 +68,3 @@ def rows() -> list[Row]:
 def test_ratios_are_to_ddp() -> None:
     assert [row["ratio_to_ddp_median"] for row in rows()] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
     assert [verdict(row) for row in rows()] == ["", "MISSED", "MISSED", "", ""]
-
-
-def test_the_figure_shows_a_bar_for_every_contender() -> None:
-    axes = plot(rows(), Figure().subplots())
-    assert [bar.get_height() for bar in axes.patches] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-    assert [label.get_text().split("\n")[0] for label in axes.get_xticklabels()][:2] == ["ddp", "pipelined width 2"]
-    assert axes.get_ylabel() == "time of an iteration, median (s)"
-    assert axes.get_title() == WORKLOAD.name

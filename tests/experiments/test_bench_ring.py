@@ -1,4 +1,4 @@
-"""The ring's benchmark: rows of a real run of two ranks, the formulas of a row, and the figure."""
+"""The ring's benchmark: rows of a real run of two ranks, and the formulas of a row."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 from _ranks import run_ranks
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments.bench_ring import FULL, Effort, check_sums, compute, input_values, plot, summarize, verdict
+from experiments.bench_ring import FULL, Effort, check_sums, compute, input_values, summarize, verdict
 from experiments.results import Row
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
@@ -59,15 +58,3 @@ def test_sums_that_differ_end_the_run() -> None:
     assert (values.dtype, values.nbytes) == (torch.float32, 4096)
     with pytest.raises(RunError, match="must give the same sums"):
         check_sums({"native": lambda flat: None, "ring": wrong}, values)  # type: ignore[dict-item]
-
-
-def test_the_figure_shows_both_times_over_the_size() -> None:
-    sizes, native, ring = (4096, 1 << 20), (1e-4, 1e-2), (2e-4, 1.1e-2)
-    rows = [summarize(2, n, np.full(3, a), np.full(3, b)) for n, a, b in zip(sizes, native, ring, strict=True)]
-    axes = plot(rows, Figure().subplots())
-    lines = {line.get_label(): line for line in axes.get_lines()}
-    for name, times in (("native", native), ("ring", ring)):
-        np.testing.assert_allclose(lines[name].get_xydata(), np.column_stack([sizes, times]))
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("buffer (bytes)", "time of an all-reduce, median (s)")
-    assert axes.get_title() == "2 ranks"

@@ -1,4 +1,4 @@
-"""Accuracy of codecs: the runs, those kept and those made again, the rows, the figure; and a real run."""
+"""Accuracy of codecs: the runs, those kept and those made again, the rows; and a real run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 from _kept_runs import check_refused
 from _ranks import run_module
 from _runs import train_on_forked_ranks
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments import codec_accuracy
-from experiments.codec_accuracy import APART, CODECS, Run, compute, parse, plan, plot, runs_in, summarize, verdict
+from experiments.codec_accuracy import CODECS, Run, compute, parse, plan, runs_in, summarize, verdict
 from experiments.contenders import config
 from experiments.results import RESULTS, Row, load
 from experiments.testbed_jobs import run_training
@@ -111,23 +110,6 @@ def test_int8_and_int4_may_lose_a_fifth_of_a_point() -> None:
     assert verdict({"codec": "int4", "difference_to_fp32_points": None}) == ""
 
 
-def test_the_figure_shows_every_seed_and_the_mean_over_the_bytes() -> None:
-    axes = plot(rows(), Figure().subplots())
-    lines = axes.get_lines()
-    means = {line.get_label(): line.get_xydata().tolist() for line in lines if not line.get_label().startswith("_")}
-    assert means == {
-        "fp32, 88.50 %": [[6000, 88.5]],
-        "int8, 88.30 %": [[1506, pytest.approx(88.3)]],
-        "int4, 88.25 %": [[1506 * APART, pytest.approx(88.25)]],
-        "sign, 80.00 %": [[200, 80.0]],
-        "topk (failed)": [],
-    }
-    seeds = [line.get_xydata().tolist() for line in lines if line.get_label().startswith("_")]
-    assert seeds[0] == [[6000, 88.0], [6000, 89.0]]
-    assert seeds[3] == [[200, 80.0]]
-    assert axes.get_xscale() == "log"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -157,7 +139,7 @@ def test_runs_are_made_kept_and_written(
     (row,) = load(tmp_path / "codec_accuracy.csv")
     assert row["accuracy_seed_0"] > 0.5
     assert row["bits_per_value"] == pytest.approx(32, rel=0.01)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".json", ".png"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".json"}
     kept = (tmp_path / "codec_accuracy.runs.json").read_bytes()
     codec_accuracy.main(words, alone(), Console())
     assert "1 of 1 runs are there" in capsys.readouterr().out
