@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.optim.sgd import sgd
 
 from pipesgd.optim.hyperparameters import Hyperparameters, with_options
+from pipesgd.optim.step import OwnSteps
 
 PIECE = 1 << 17
 """Largest number of values of a piece and of a block. A step works on up to twelve arrays, so a block is in the cache
@@ -190,12 +191,13 @@ def steps_in_blocks(
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
-    """Return True if nobody but torch has a part in ``optimizer.step``, so that nobody misses a call of it."""
+    """Return True if only torch and ``OwnSteps`` have a part in ``optimizer.step``: nobody misses a call of it."""
     wrapper = vars(optimizer).get("step")
     is_torchs = wrapper is None or (
         hasattr(wrapper, "_wrapped_by_lr_sched") and wrapper.__wrapped__ is type(optimizer).step
     )
-    return is_torchs and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    before = optimizer._optimizer_step_pre_hooks.values()
+    return is_torchs and all(isinstance(hook, OwnSteps) for hook in before) and not optimizer._optimizer_step_post_hooks
 
 
 @dataclass(frozen=True)

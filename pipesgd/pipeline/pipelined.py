@@ -49,6 +49,7 @@ from pipesgd.flat_buffer import (
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import (
+    OwnSteps,
     drop_gradients_of_frozen,
     held_parameters,
     set_aside_gradients,
@@ -116,7 +117,8 @@ class Pipelined(Strategy):
     ``true_weights()``, or after ``flush()``.
 
     A mean that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
-    in the same iteration. The optimizer, its state and a learning-rate scheduler remain the caller's.
+    in the same iteration. The optimizer, its state and a learning-rate scheduler remain the caller's, but until the
+    pipeline is closed, steps of the optimizer in the loop are refused.
     The constructor gives all ranks rank 0's parameters and buffers (``init_sync``). It, ``step``, ``flush``,
     ``combine_buffers`` and ``close`` are collective: all ranks make these calls in the same order, and fail if they do
     not.
@@ -289,6 +291,7 @@ class Pipelined(Strategy):
         """Meeting of the ranks for a flush that has begun and not ended."""
         self._closed = self._leaves_connections = False
         self._hooks: TrueWeightsHooks | None = None
+        self._own_steps = OwnSteps(optimizer)
         self._leaving = BackwardHooks([], self._leave)
         self._settings = {
             "width": width,
@@ -355,6 +358,7 @@ class Pipelined(Strategy):
                 self._hooks = TrueWeightsHooks(model, self._updates)
             self._factor_hooks.follow(self._cut.exchanges.by_factors())
             self._leaving = self._watch()
+            self._own_steps.refuse_others()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -646,7 +650,7 @@ class Pipelined(Strategy):
             self._closed = True
             self._summing.stop_watching()
             self._drop_in_flight()
-            for hooks in (self._hooks, self._factor_hooks, self._leaving):
+            for hooks in (self._hooks, self._factor_hooks, self._leaving, self._own_steps):
                 if hooks is not None:
                     hooks.remove()
             self._summing.close(together=together, disconnects=not (self._leaves_connections and together))
@@ -916,9 +920,14 @@ class Pipelined(Strategy):
             self._loss_scale.observe(bool(report.applied), gradient.scale)
             if report.applied:
                 guess, then = self._guess_of(gradient), [later.unapplied for later in self._in_flight][1:]
-                fell_back = self._updates.arrived(
-                    gradient.buffer.views, [guess], norm=report.gradient_norm, iteration=self.iteration, then=then
-                )
+                with self._own_steps.taken():
+                    fell_back = self._updates.arrived(
+                        gradient.buffer.views,
+                        [guess],
+                        norm=report.gradient_norm,
+                        iteration=self.iteration,
+                        then=then,
+                    )
             self._take_out(gradient)
         self._check_finite(report)
         update = Span("update", gradient.iteration, begin, time.perf_counter())
