@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -34,7 +35,7 @@ from pipesgd.config import (
     cut_of,
     rate_of,
 )
-from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
+from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
 from pipesgd.flat_buffer import (
     BucketedBuffer,
     FlatBuffer,
@@ -343,6 +344,7 @@ class Pipelined(Strategy):
             "device": device.type,
         }
         self._summing = Summing(self._ranks, self._replica, device)
+        self._if_never_closed = functools.partial(_end_unclosed, self._summing)
         try:
             # Before an earlier pipeline leaves: the end of a rank's last watch tells the others that it has left.
             self._summing.watch()
@@ -359,6 +361,7 @@ class Pipelined(Strategy):
             self._factor_hooks.follow(self._cut.exchanges.by_factors())
             self._leaving = self._watch()
             self._own_steps.refuse_others()
+            atexit.register(self._if_never_closed)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -648,6 +651,7 @@ class Pipelined(Strategy):
                 together = failure is None
         finally:
             self._closed = True
+            atexit.unregister(self._if_never_closed)
             self._summing.stop_watching()
             self._drop_in_flight()
             for hooks in (self._hooks, self._factor_hooks, self._leaving, self._own_steps):
@@ -973,3 +977,13 @@ class Pipelined(Strategy):
 
     def _sum_over_ranks(self, call: str, buffer: FlatBuffer) -> None:
         self._meet(call, functools.partial(self._summing.sum_exactly, buffer)).result()
+
+
+def _end_unclosed(summing: Summing) -> None:
+    """End the threads of a pipeline that is open when the program ends; a thread in a wait of gloo's would abort it."""
+    warn(
+        "a pipeline was not closed, so the gradients in flight are not applied: call close() at the end of the "
+        "training, or use the pipeline in a with statement"
+    )
+    summing.stop_watching()
+    summing.close(together=False)
