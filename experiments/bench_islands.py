@@ -10,9 +10,10 @@ FSDP2, in the same groups as HSDP, or by tensor parallelism. All see the same sa
 steady; loops_on_links.py says how the contenders are timed. gloo's reduce-scatter sends as much as an all-reduce.
 
 Up to six ranks share the two cores of this machine, which would be what is measured if they computed all the time. So
-the models are real ones, batches are small, and every forward and backward pass takes at least ``ACCELERATOR``, as on
-an accelerator of each rank: a rank that is faster waits at the end of its pass. All that torch communicates during a
-pass counts as hidden behind it, as well as it could be; with pipesgd, that is only what is sent inside islands.
+the models are real ones, batches are small (a window of 64 bytes of text, or two images, a rank), and every forward and
+backward pass takes at least ``ACCELERATOR``, as on an accelerator of each rank: a rank that is faster waits at the end
+of its pass. All that torch communicates during a pass counts as hidden behind it, as well as it could be; with pipesgd,
+that is only what is sent inside islands.
 
 Bytes are those that all ranks together receive in an iteration (connection_bytes.py). "announced" is what pipesgd's
 reports say that ranks send between islands; gloo's own headers come on top of it, and are in the payload.
@@ -80,8 +81,7 @@ class Cell(NamedTuple):
 
     @property
     def title(self) -> str:
-        accelerator = f"passes of at least {1e3 * ACCELERATOR:.0f} ms"
-        return f"{self.workload.name}, {accelerator}, {self.cluster.describe()} (all emulated)"
+        return f"{self.workload.model}, {self.cluster.describe()}"
 
 
 def make_loops(model: nn.Module, ranks: Ranks, workload: IslandWorkload) -> dict[str, Loop]:
@@ -160,7 +160,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         show_bytes(of_cell)
         show_verdicts(judged[name])
         rows += of_cell
-    extra = {"accelerator_s": ACCELERATOR, "block": effort.block, "targets": judged}
+    described = {name: workload.name for name, workload in WORKLOADS.items()}
+    extra = {"accelerator_s": ACCELERATOR, "block": effort.block, "workloads": described, "targets": judged}
     save(NAME, rows, extra=extra, folder=arguments.output)
     save_figure(NAME, rows, by="title", plot=plot, folder=arguments.output)
 

@@ -111,6 +111,13 @@ def layout(tensor: Tensor) -> str:
     return str(tuple(tensor.placements)) if is_dtensor(tensor) else ""  # type: ignore[attr-defined]
 
 
+def spread_alike(one: Any, other: Tensor) -> bool:
+    """Return True if this rank holds the same part of both, of all of them if they are plain tensors."""
+    if not is_dtensor(one) or not is_dtensor(other):
+        return isinstance(one, Tensor) and not is_dtensor(one) and not is_dtensor(other)
+    return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)  # type: ignore[attr-defined]
+
+
 def gathering_modules(model: nn.Module) -> list[Any]:
     """Return the parts of ``model`` that FSDP2 gathers the weights of, and may keep gathered after a forward pass."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")

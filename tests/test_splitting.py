@@ -204,12 +204,12 @@ def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
 
 MEMORY: list[tuple[str, dict[str, Any], int]] = [
     # optimizer, options of Pipelined: how often the memory of a rank's share is held between two steps, as
-    # docs/method.md counts it by a copy of the optimizer; the last one is a residual.
+    # docs/method.md counts it; the last one is a residual.
     ("nesterov", {"width": 1}, 1 + 1 + 1),
     (
         "adamw",
         {"width": 2, "prediction": "eager", "codec": CodecOptions(codec="int8", error_feedback="on")},
-        1 + 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1,
+        1 + 2 + 2 + 1 + 1 + 1 + 1,
     ),
 ]
 NUMEL = 12_347

@@ -22,6 +22,7 @@ from torch.optim.sgd import sgd
 
 from pipesgd.optim.hyperparameters import Hyperparameters, with_options
 from pipesgd.optim.step import OwnSteps
+from pipesgd.shards import is_dtensor, local, spread_alike
 
 PIECE = 1 << 17
 """Largest number of values of a piece and of a block. A step works on up to twelve arrays, so a block is in the cache
@@ -76,7 +77,7 @@ class Steps:
     ``steps_in_blocks`` makes it for one update, the predictions after it, or both.
 
     Attributes:
-        weights: pieces of the parameters.
+        weights: pieces of the parameters, or of this rank's parts of them.
         has_state: True if the optimizer has all the state that it keeps under the options of step 0: it has stepped.
 
     Args:
@@ -103,7 +104,7 @@ class Steps:
         self._state: State = {name: [] for name in algorithm.state}
         self.weights: list[Tensor] = []
         for parameter, group, own in zip(parameters, groups, self._states, strict=True):
-            cut = _cut(parameter)
+            cut = _cut(local(parameter))
             self.weights += cut
             self._groups += [group] * len(cut)
             for name, of_pieces in self._state.items():
@@ -111,7 +112,7 @@ class Steps:
                 if value is None:
                     of_pieces += [algorithm.first_state(piece, name) for piece in cut]
                 else:
-                    of_pieces += [value] * len(cut) if name == COUNT else _cut(value)
+                    of_pieces += [value] * len(cut) if name == COUNT else _cut(local(value))
         self.has_state = all(
             own.get(name) is not None
             for group, own in zip(groups, self._states, strict=True)
@@ -153,13 +154,15 @@ def steps_in_blocks(
 
     This is the one place that decides that. It is a list of what is known to be right: torch's SGD, Adam and AdamW
     themselves, with the options of this version that are plain numbers and without those that choose other code;
-    floating-point parameters, dense and contiguous, on a CPU with one thread; and no hooks for all optimizers.
+    floating-point parameters, dense and contiguous, on a CPU with one thread; and no hooks for all optimizers. A
+    DTensor is stepped as this rank's part of it, since these optimizers compute every value by itself.
 
     Args:
         optimizer: any optimizer.
         parameters: the parameters that are to be stepped.
         under: hyperparameters of each step, at least one.
-        tensors: lists of tensors, each shaped like the parameters or empty, that are cut into the same pieces.
+        tensors: lists of tensors, each shaped like this rank's parts of the parameters or empty, that are cut into the
+            same pieces.
     """
     algorithm = _ALGORITHMS.get(type(optimizer))
     if algorithm is None or optimizer.defaults.keys() != algorithm.options:
@@ -175,17 +178,21 @@ def steps_in_blocks(
         return None  # a parameter that is in a group twice is stepped twice
     if any(one.grad is not None for _, one in of_groups if not one.requires_grad):
         return None  # torch steps frozen parameters that have a gradient
-    if not all(type(one) in (Tensor, nn.Parameter) and one.is_floating_point() for one in parameters):
+    parts = [local(parameter) for parameter in parameters]
+    if not all(type(one) in (Tensor, nn.Parameter) and one.is_floating_point() for one in parts):
         return None
     shaped = [of_all for of_all in tensors if of_all]
     for name in algorithm.state:
         values = [optimizer.state.get(parameter, {}).get(name) for parameter in parameters]
         if name == COUNT:
-            if not all(value is None or (isinstance(value, Tensor) and value.ndim == 0) for value in values):
+            if not all(value is None or _is_number(value) for value in values):
                 return None
         else:
-            shaped.append([p if value is None else value for value, p in zip(values, parameters, strict=True)])
-    if not all(_are_alike(of_all, parameters) for of_all in shaped) or not can_cut(parameters, *shaped):
+            of_parameters = [p if value is None else value for value, p in zip(values, parameters, strict=True)]
+            if not all(map(spread_alike, of_parameters, parameters)):
+                return None
+            shaped.append([local(value) for value in of_parameters])
+    if not all(_are_alike(of_all, parts) for of_all in shaped) or not can_cut(parts, *shaped):
         return None
     return Steps(optimizer, algorithm, parameters, [number for number, _ in trained], options)
 
@@ -287,6 +294,11 @@ def _is_plain(options: Mapping[str, Any]) -> bool:
     """Return True if all numbers are Python's own, and no option chooses other code."""
     numbers = [*(options[name] for name in _NUMBERS if name in options), *options.get("betas", ())]
     return all(isinstance(number, int | float) for number in numbers) and not any(map(options.get, _OTHER_CODE))
+
+
+def _is_number(value: Any) -> bool:
+    """Return True if ``value`` is a plain tensor with one value."""
+    return isinstance(value, Tensor) and value.ndim == 0 and not is_dtensor(value)
 
 
 def _are_alike(tensors: Sequence[Any], parameters: Sequence[Tensor]) -> bool:

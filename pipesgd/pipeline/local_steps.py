@@ -198,7 +198,7 @@ class LocalSteps(Strategy):
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on one device. It must not be in
-            DistributedDataParallel, which would exchange its gradients a second time; for that there is ``pipesgd.ddp``.
+            DistributedDataParallel, which exchanges gradients, too; for that there is ``pipesgd.ddp``.
         optimizer: any ``torch.optim.Optimizer``. Schedules change its learning rate in every iteration.
         local_steps: iterations between exchanges, H.
         outer: how windows are applied: "average" or "nesterov" (mean movements), or "elastic" (mean differences from

@@ -128,7 +128,7 @@ class Pipelined(Strategy):
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on one device. It must not be in
-            DistributedDataParallel, which would exchange its gradients a second time; for that there is ``pipesgd.ddp``.
+            DistributedDataParallel, which exchanges gradients, too; for that there is ``pipesgd.ddp``.
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1. At width 1, all do.

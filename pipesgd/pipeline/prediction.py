@@ -229,6 +229,7 @@ class SwappedWeights:
         with torch.inference_mode(False):
             self.true = [kept(*pair) for pair in zip(self._parameters, _data(self._parameters), strict=True)]
         _give_storage(self._parameters, self.predicted)
+        self.predicted = _data(self._parameters)  # of a DTensor, which has a copy, so that no other one is held
         self._hidden = False
         self.exchanged()
 
