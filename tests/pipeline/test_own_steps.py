@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipesgd import CodecOptions, LocalSteps, Pipelined
+from pipesgd import LocalSteps, Pipelined
 from pipesgd.errors import UserInputError
 from pipesgd.optim.blockwise import steps_by_itself
+from pipesgd.ranks import alone
 
 Make = Callable[[nn.Module, torch.optim.Optimizer], Pipelined | LocalSteps]
 
@@ -46,7 +47,7 @@ def test_a_step_by_the_loop_is_refused_until_the_pipeline_is_closed(kind: str) -
 def test_an_optimizer_whose_pipeline_could_not_be_made_is_the_loops() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UserInputError, match="codec-block must encode to at most"):
-        Pipelined(model, optimizer, codec=CodecOptions(codec="int8", codec_block=1872), rate_limit="1mbit")
+    with pytest.raises(UserInputError, match="process_group must be left out"):
+        Pipelined(model, optimizer, ranks=alone(), process_group=object())  # type: ignore[arg-type]
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
