@@ -32,6 +32,7 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import AUTO, AUTO_OPTIONS, FORMER_NAMES, FORMER_VALUES, TrainConfig
 from pipesgd.errors import UserInputError, warn
 from pipesgd.options import dashed
+from pipesgd.process import own_rank
 from pipesgd.toml_file import read_toml
 
 CONFIG_HELP = """
@@ -124,7 +125,7 @@ def answer_questions(parse_argv: Callable[[Sequence[str]], object], argv: Sequen
     try:
         parse_argv(argv)
     except HelpRequested as request:
-        if os.environ.get("RANK", "0") == "0":
+        if own_rank() == "0":
             try:
                 print(request, flush=True)
             except BrokenPipeError:  # whoever reads has read enough, as head does
@@ -317,7 +318,7 @@ def _current_value(name: str, value: str) -> str:
 
 
 def _hint(former: str, current: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if own_rank() == "0":
         warn(f"{former} is now {current}; the former name works in this version only")
 
 

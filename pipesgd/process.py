@@ -1,4 +1,7 @@
-"""Start and end of this process, which must not outlive torchrun's agent. Imports nothing that takes long."""
+"""Start and end of this process, which must not outlive torchrun's agent. Imports nothing that takes long.
+
+``pipesgd.ranks`` and this module alone read the variables that torchrun sets: this one before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,14 @@ def begin() -> None:
         return
     _follow_parent()
     if os.environ.get("LOCAL_RANK") == "0":
-        rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+        world_size = os.environ.get("WORLD_SIZE")
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        say(f"starting rank {rank} of {world_size}, which meets the others at {where}")
+        say(f"starting rank {own_rank()} of {world_size}, which meets the others at {where}")
+
+
+def own_rank() -> str:
+    """Return this rank's number as torchrun has set it, before the ranks have met; "0" without torchrun."""
+    return os.environ.get("RANK", "0")
 
 
 def _follow_parent() -> None:
@@ -77,9 +85,8 @@ def end_if_orphan(within: float = 0.0) -> None:
             return
         time.sleep(0.01)
     if claim_the_end():
-        rank = os.environ.get("RANK", "0")
         what = f"torchrun's agent (process {_parent}) has died" if _parent else "torchrun's agent has died"
-        say(f"error: rank {rank}: {what}")
+        say(f"error: rank {own_rank()}: {what}")
         os._exit(EXIT_TERMINATED)
 
 

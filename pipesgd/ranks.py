@@ -2,7 +2,7 @@
 
 ``Ranks`` communicate through the key-value store that torchrun's agent (or rank 0) holds: to agree on something before
 any of them acts on it, and, when the run fails, to find out which ranks are missing. Gradients never pass through the
-store. The functions below it start them; they alone read the variables that torchrun sets.
+store. The functions below it start them. They and ``pipesgd.process`` alone read the variables that torchrun sets.
 """
 
 from __future__ import annotations

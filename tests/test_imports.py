@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,6 +98,16 @@ def test_a_module_imports_from_its_own_floor_and_below(module: str) -> None:
     assert {other for other in ours(module) if floor(other) > floor(module)} == set()
     names_torch_distributed = any(name.startswith("torch.distributed") for name in imported(modules("pipesgd")[module]))
     assert not names_torch_distributed or module in MAY_NAME_TORCH_DISTRIBUTED
+
+
+TORCHRUN_VARIABLES = re.compile(r"(?:LOCAL_|GROUP_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)|TORCHELASTIC_[A-Z_]+")
+
+
+@pytest.mark.parametrize("module", modules("pipesgd"))
+def test_torchruns_variables_are_read_in_two_modules(module: str) -> None:
+    tree = ast.walk(ast.parse(modules("pipesgd")[module].read_text(encoding="utf-8")))
+    texts = [node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert any(map(TORCHRUN_VARIABLES.fullmatch, texts)) == (module in ("process", "ranks"))
 
 
 def test_neither_rooms_nor_modules_import_in_a_circle() -> None:

@@ -312,6 +312,21 @@ def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
     assert all(loss < 1.0 for loss in losses)
 
 
+def test_a_loop_that_does_not_close_its_pipeline_ends_with_a_line_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(
+        "import torch, pipesgd\n"
+        "model = torch.nn.Linear(20, 1)\n"
+        "pipeline = pipesgd.Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.05))\n"
+        "for batch in torch.randn(256, 20).split(16):\n"
+        "    model(batch).square().mean().backward()\n"
+        "    pipeline.step()\n"
+    )
+    done = subprocess.run(torchrun(2, "loop.py"), cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("warning: a pipeline was not closed")]
+    assert len(said) == 2
+
+
 def test_folders_of_images_are_decoded_beside_the_computation(job: Any, tmp_path: Path) -> None:
     """A convnet learns red against blue pictures; the processes that decode end with the run."""
     for split, count in (("train", 24), ("test", 8)):

@@ -397,7 +397,11 @@ def test_another_run_is_not_touched_unless_asked_to(tmp_path: Path) -> None:
     succeed(2, SHORT + " --checkpoint-iterations 4", tmp_path)
     before = contents(tmp_path)
     for words, message in [
-        ("", "output must not hold another run; got {} (--resume continues it, --overwrite deletes it)"),
+        (
+            "",
+            "output must not hold another run; got {} (--resume continues it, --overwrite deletes it, another --output "
+            "keeps it)",
+        ),
         ("--resume --lr 0.1", "lr must be that of the run to resume, 0.05; got 0.1"),
         ("--resume --hidden-sizes 30", "hidden-sizes must be that of the run to resume, [20]; got [30]"),
         ("--resume --width 3", "width must be that of the run to resume, 2; got 3"),

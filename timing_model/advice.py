@@ -110,9 +110,14 @@ def _pipelining(plan: Plan) -> str | None:
     if best.job.width > 1:
         if synchronous is None:
             return None
-        times = ratio(synchronous, best)
-        against = f"the best synchronous configuration ({describe(synchronous.job)})"
-        return f"The pipeline is {times:.2f} times as fast as {against}."
+        times = f"{ratio(synchronous, best):.2f} times as fast as the best"
+        coarser = next(one for one in plan.ranking if one.job.width == 1)
+        if coarser.score >= synchronous.score:
+            return f"The pipeline is {times} synchronous configuration ({describe(synchronous.job)})."
+        return (
+            f"The pipeline is {ratio(coarser, best):.2f} times as fast as the best synchronous configuration "
+            f"({describe(coarser.job)}), and {times} with a codec that torch's DDP has ({describe(synchronous.job)})."
+        )
     pipelined = next((one for one in plan.ranking if one.job.width > 1), None)
     if pipelined is None:
         return None

@@ -24,7 +24,7 @@ from timing_model.units import format_cost, format_seconds
 MOST_ACCUMULATION = 64
 """Largest factor on the micro-batches of the job that is considered."""
 WORTH = 0.25
-"""Gain in samples per second from which accumulation is mentioned."""
+"""Gain in samples per second from which accumulation, a coarser codec or local steps are mentioned."""
 LEAST_SAVED = 0.1
 """Share of an epoch that twice as many ranks must save to be worth it."""
 FURTHEST = 8
@@ -250,6 +250,8 @@ def _local_steps(found: Plan, space: Space) -> str | None:
         )
     before = found.best.iteration.total / found.best.job.accumulation
     gain = before / iteration_time(job, costs_of(job))[0].total
+    if gain < 1 + WORTH:
+        return None
     cost = local_steps_cost(steps)
     if cost is None:
         price = f"the price of more than {max(LOCAL_STEPS_COST)} local steps was not measured"

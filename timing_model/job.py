@@ -18,7 +18,7 @@ from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise, Parts
 from timing_model.presets import CODECS, HOST
 from timing_model.schedules import SEGMENT_BYTES, paced_segment_bytes
-from timing_model.units import format_bandwidth
+from timing_model.units import format_bandwidth, format_bytes
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
@@ -568,7 +568,8 @@ def support_of(job: Job) -> Support:
         if ranges.ranks_per_core > 1 and not reasons and job.world_size not in ranges.world_sizes:
             reasons.append((EXTRAPOLATED, f"{what} on shared cores; measured: {sizes}"))
         limits = ranges.smallest_bytes, ranges.largest_bytes
-        beyond(job.nbytes, *limits, f"a gradient of {job.nbytes} bytes", f"{limits[0]} to {limits[1]}")
+        measured = " to ".join(dict.fromkeys(map(format_bytes, limits)))
+        beyond(job.nbytes, *limits, f"a gradient of {format_bytes(job.nbytes)}", measured)
         if job.codec != UNCOMPRESSED and job.codec not in cluster.codecs:
             reasons.append((OUTSIDE, f"codec {job.codec} was not measured; its costs are typical ones"))
         if job.all_reduce is not None and job.all_reduce not in ranges.all_reduces:

@@ -161,6 +161,7 @@ class AttachedPipeline(Pipelined):
         super().__init__(
             ddp_model, optimizer, on_nonfinite="skip" if self._scaler is not None else on_nonfinite, **options
         )
+        self._own_steps.remove()  # the loop takes them
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
         self._loop_hooks.before_forward_of(ddp_model, self.before_forward)

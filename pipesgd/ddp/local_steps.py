@@ -72,6 +72,7 @@ class AttachedLocalSteps(LocalSteps):
         if options.get("ranks") is None:
             options["process_group"] = options.get("process_group") or ddp_model.process_group
         super().__init__(ddp_model, optimizer, on_nonfinite="skip" if self._skips else "stop", **options)
+        self._own_steps.remove()  # the loop takes them
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
         if loop_scaler is not None and loop_scaler.is_enabled():
             self._loop_hooks.before_update_of(loop_scaler, self.before_scaler_update)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.optim.sgd import sgd
 
 from pipesgd.optim.hyperparameters import Hyperparameters, with_options
+from pipesgd.optim.step import OwnSteps
 from pipesgd.shards import is_dtensor, local, spread_alike
 
 PIECE = 1 << 17
@@ -197,12 +198,13 @@ def steps_in_blocks(
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
-    """Return True if nobody but torch has a part in ``optimizer.step``, so that nobody misses a call of it."""
+    """Return True if only torch and ``OwnSteps`` have a part in ``optimizer.step``: nobody misses a call of it."""
     wrapper = vars(optimizer).get("step")
     is_torchs = wrapper is None or (
         hasattr(wrapper, "_wrapped_by_lr_sched") and wrapper.__wrapped__ is type(optimizer).step
     )
-    return is_torchs and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    before = optimizer._optimizer_step_pre_hooks.values()
+    return is_torchs and all(isinstance(hook, OwnSteps) for hook in before) and not optimizer._optimizer_step_post_hooks
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ import contextlib
 import inspect
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from pipesgd.checks import check_one_of
 from pipesgd.config import ON_NONFINITE
@@ -84,6 +86,44 @@ def set_aside_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep torch's schedulers from warning that they are stepped before the optimizer: it was, only elsewhere."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+class OwnSteps:
+    """Steps of an optimizer that belong to a strategy: a hook that refuses them to the training loop.
+
+    A step of the loop's would change this rank's weights alone, and nothing would tell later why replicas differ.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+        self._taken = False
+        self._handles: list[RemovableHandle] = []
+
+    def refuse_others(self) -> None:
+        """Refuse, from now on, all steps that are not ``taken``."""
+        self._handles.append(self._optimizer.register_step_pre_hook(self))
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse a step, or let it be; torch calls this before it."""
+        if not self._taken:
+            raise UserInputError(
+                "optimizer.step() must be left to the pipeline, whose step() does it; got a call of it in the training "
+                "loop"
+            )
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Allow steps while the context is open."""
+        self._taken = True
+        try:
+            yield
+        finally:
+            self._taken = False
+
+    def remove(self) -> None:
+        """Refuse nothing any more."""
+        while self._handles:
+            self._handles.pop().remove()
 
 
 class SynchronousUpdate:

@@ -62,7 +62,7 @@ from pipesgd.errors import RunError, UserInputError, named
 from pipesgd.flat_buffer import are_finite
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
-from pipesgd.optim.step import SynchronousUpdate, set_aside_gradients
+from pipesgd.optim.step import OwnSteps, SynchronousUpdate, set_aside_gradients
 from pipesgd.pipeline.pipelined import Pipelined, given_ranks
 from pipesgd.pipeline.prediction import (
     AddErrors,
@@ -197,7 +197,8 @@ class LocalSteps(Strategy):
     movements stay. ``flush`` exchanges every fragment.
 
     Args:
-        model: the module whose parameters ``optimizer`` updates, on one device.
+        model: the module whose parameters ``optimizer`` updates, on one device. It must not be in
+            DistributedDataParallel, which exchanges gradients, too; for that there is ``pipesgd.ddp``.
         optimizer: any ``torch.optim.Optimizer``. Schedules change its learning rate in every iteration.
         local_steps: iterations between exchanges, H.
         outer: how windows are applied: "average" or "nesterov" (mean movements), or "elastic" (mean differences from
@@ -342,6 +343,8 @@ class LocalSteps(Strategy):
         )
         self.drifts = self._pipeline.drifts
         self._window = Window(self._inner.parameters, lambda: self._pipeline.weights, pull)
+        self._own_steps = OwnSteps(optimizer)
+        self._own_steps.refuse_others()
 
     @property
     def iteration(self) -> int:  # type: ignore[override]
@@ -371,7 +374,7 @@ class LocalSteps(Strategy):
             self._pipeline.check_usable()
             self._inner.check_parameters("local steps")
             iteration = self.iteration
-            with self._pipeline.whole(f"the local step of iteration {iteration}"):
+            with self._pipeline.whole(f"the local step of iteration {iteration}"), self._own_steps.taken():
                 report = self._window.step(functools.partial(self._inner.apply, iteration))
                 self._pipeline.iteration += 1
             culprits = (self._ranks.number(self._ranks.rank),) * len(report.skipped)
@@ -470,6 +473,7 @@ class LocalSteps(Strategy):
                     stacklevel=2,
                 )
         finally:
+            self._own_steps.remove()
             self._pipeline.__exit__(None, self._error, None)
 
     def __exit__(

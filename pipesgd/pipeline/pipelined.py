@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -34,7 +35,7 @@ from pipesgd.config import (
     cut_of,
     rate_of,
 )
-from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
+from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
 from pipesgd.flat_buffer import (
     BucketedBuffer,
     FlatBuffer,
@@ -49,6 +50,7 @@ from pipesgd.flat_buffer import (
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import (
+    OwnSteps,
     drop_gradients_of_frozen,
     held_parameters,
     set_aside_gradients,
@@ -116,7 +118,8 @@ class Pipelined(Strategy):
     ``true_weights()``, or after ``flush()``.
 
     A mean that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
-    in the same iteration. The optimizer, its state and a learning-rate scheduler remain the caller's.
+    in the same iteration. The optimizer, its state and a learning-rate scheduler remain the caller's, but until the
+    pipeline is closed, steps of the optimizer in the loop are refused.
     The constructor gives all ranks rank 0's parameters and buffers (``init_sync``). It, ``step``, ``flush``,
     ``combine_buffers`` and ``close`` are collective: all ranks make these calls in the same order, and fail if they do
     not.
@@ -124,7 +127,8 @@ class Pipelined(Strategy):
     As a context manager it is closed at the end of the block; see ``close``.
 
     Args:
-        model: the module whose parameters ``optimizer`` updates, on one device.
+        model: the module whose parameters ``optimizer`` updates, on one device. It must not be in
+            DistributedDataParallel, which exchanges gradients, too; for that there is ``pipesgd.ddp``.
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1. At width 1, all do.
@@ -289,6 +293,7 @@ class Pipelined(Strategy):
         """Meeting of the ranks for a flush that has begun and not ended."""
         self._closed = self._leaves_connections = False
         self._hooks: TrueWeightsHooks | None = None
+        self._own_steps = OwnSteps(optimizer)
         self._leaving = BackwardHooks([], self._leave)
         self._settings = {
             "width": width,
@@ -340,6 +345,7 @@ class Pipelined(Strategy):
             "device": device.type,
         }
         self._summing = Summing(self._ranks, self._replica, device)
+        self._if_never_closed = functools.partial(_end_unclosed, self._summing)
         try:
             # Before an earlier pipeline leaves: the end of a rank's last watch tells the others that it has left.
             self._summing.watch()
@@ -355,6 +361,8 @@ class Pipelined(Strategy):
                 self._hooks = TrueWeightsHooks(model, self._updates)
             self._factor_hooks.follow(self._cut.exchanges.by_factors())
             self._leaving = self._watch()
+            self._own_steps.refuse_others()
+            atexit.register(self._if_never_closed)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -644,9 +652,10 @@ class Pipelined(Strategy):
                 together = failure is None
         finally:
             self._closed = True
+            atexit.unregister(self._if_never_closed)
             self._summing.stop_watching()
             self._drop_in_flight()
-            for hooks in (self._hooks, self._factor_hooks, self._leaving):
+            for hooks in (self._hooks, self._factor_hooks, self._leaving, self._own_steps):
                 if hooks is not None:
                     hooks.remove()
             self._summing.close(together=together, disconnects=not (self._leaves_connections and together))
@@ -916,9 +925,14 @@ class Pipelined(Strategy):
             self._loss_scale.observe(bool(report.applied), gradient.scale)
             if report.applied:
                 guess, then = self._guess_of(gradient), [later.unapplied for later in self._in_flight][1:]
-                fell_back = self._updates.arrived(
-                    gradient.buffer.views, [guess], norm=report.gradient_norm, iteration=self.iteration, then=then
-                )
+                with self._own_steps.taken():
+                    fell_back = self._updates.arrived(
+                        gradient.buffer.views,
+                        [guess],
+                        norm=report.gradient_norm,
+                        iteration=self.iteration,
+                        then=then,
+                    )
             self._take_out(gradient)
         self._check_finite(report)
         update = Span("update", gradient.iteration, begin, time.perf_counter())
@@ -964,3 +978,13 @@ class Pipelined(Strategy):
 
     def _sum_over_ranks(self, call: str, buffer: FlatBuffer) -> None:
         self._meet(call, functools.partial(self._summing.sum_exactly, buffer)).result()
+
+
+def _end_unclosed(summing: Summing) -> None:
+    """End the threads of a pipeline that is open when the program ends; a thread in a wait of gloo's would abort it."""
+    warn(
+        "a pipeline was not closed, so the gradients in flight are not applied: call close() at the end of the "
+        "training, or use the pipeline in a with statement"
+    )
+    summing.stop_watching()
+    summing.close(together=False)

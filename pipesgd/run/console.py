@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from pipesgd.ranks import Ranks
 from pipesgd.run.metrics import SECONDS, IterationMetrics, slowest_rank
 from pipesgd.strategy import hidden_share
+from timing_model.units import format_bytes
 
 PLAIN_LINE_SECONDS = 10.0
 """Seconds between two lines of progress, which replace the bar if output is not a terminal (a log file)."""
@@ -128,7 +129,7 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     if hidden is not None and ranks > 1:
         table.add_row("hidden", f"{hidden:.0%} of communication")
     if summary["wire_bytes_per_iteration"] is not None:
-        table.add_row("sent per iteration", f"{summary['wire_bytes_per_iteration'] / 1e6:.2f} MB by rank 0")
+        table.add_row("sent per iteration", f"{format_bytes(summary['wire_bytes_per_iteration'])} by rank 0")
     table.add_row("replicas", "bit-identical" if summary["replicas_identical"] else "each rank has its own weights")
     console.print(table)
     say(console, *(f"wrote {path}" for path in written))

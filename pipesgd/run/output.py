@@ -178,7 +178,8 @@ def _check_contents(folder: Path, resume: bool, overwrite: bool) -> None:
         )
     if not (resume or overwrite):
         raise UserInputError(
-            f"output must not hold another run; got {folder} (--resume continues it, --overwrite deletes it)"
+            f"output must not hold another run; got {folder} (--resume continues it, --overwrite deletes it, "
+            "another --output keeps it)"
         )
     if not resume and not _describes_a_run(folder / RUN_FILE):
         raise UserInputError(

@@ -201,6 +201,14 @@ def test_local_steps_are_mentioned_where_no_codec_hides_with_what_they_cost() ->
     assert said.endswith("; the price of more than 32 local steps was not measured.")
 
 
+@pytest.mark.parametrize(("ratio", "mentioned"), [(20.5, True), (18.0, False)])
+def test_local_steps_that_gain_little_are_not_mentioned(ratio: float, mentioned: bool) -> None:
+    found = plan(job_of(ratio), WITH_COARSER)
+    assert 1.1 < found.best.iteration.total < 1.4, "what local steps would gain"
+    said = alternatives(found, WITH_COARSER)
+    assert any("--local-steps" in sentence for sentence in said) == mentioned
+
+
 @pytest.mark.parametrize("ratio", [2.5, 20.5])
 def test_what_is_mentioned_comes_with_all_its_options(ratio: float) -> None:
     space = dataclasses.replace(SPACE, all_reduces=("halving-doubling",))

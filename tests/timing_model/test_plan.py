@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from itertools import product
 from typing import Any
 
@@ -92,6 +93,18 @@ def test_a_fast_network_wants_no_codec() -> None:
         found = plan(job_on(network, "resnet50", 0.3))
         assert found.best.job.codec == "fp32"
         assert any(line.startswith("Use no codec: ") for line in advice(found))
+
+
+def test_a_pipeline_is_compared_with_synchronous_training_by_any_codec_and_by_those_of_torch() -> None:
+    found = plan(job_on("1GbE", "resnet50", 0.3))
+    assert found.synchronous is not None
+    fastest = min(one.score for one in found.ranking if one.job.width == 1)
+    assert fastest < found.synchronous.score
+    line = next(line for line in advice(found) if line.startswith("The pipeline is "))
+    by_any, by_torchs = map(float, re.findall(r"(\d+\.\d\d) times as fast", line))
+    assert by_any == pytest.approx(fastest / found.best.score, rel=TIE)
+    assert by_torchs == pytest.approx(found.synchronous.score / found.best.score, abs=0.01)
+    assert line.endswith(f" with a codec that torch's DDP has ({describe(found.synchronous.job)}).")
 
 
 def test_a_slow_network_wants_a_codec_and_a_pipeline() -> None:
