@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import textwrap
 import time
@@ -49,7 +50,6 @@ from pipesgd.data import DataSplits, evaluation_batches
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run import evaluation
-from pipesgd.run.console import say
 from pipesgd.shards import is_dtensor
 
 if TYPE_CHECKING:
@@ -180,19 +180,9 @@ def evaluated(model: nn.Module, data: DataSplits, ranks: Ranks, test_every: int)
 
 def make_runs(planned: Sequence[Planned], kept: KeptRuns[Run], ranks: Ranks, console: Console) -> dict[str, Run]:
     """Return the runs of the plan by their names, on rank 0; those that are missing are made now. Collective."""
-    there = kept.load() if ranks.rank == 0 else {}
-    names = ranks.all_gather_object("runs that are there", list(there))[0]
-    missing = [one for one in planned if one.name not in names]
-    if ranks.rank == 0:
-        command.say_kept(console, len(planned), len(missing))
-    data = {name: TRAININGS[name].workload.load() for name in dict.fromkeys(one.training for one in missing)}
-    for number, one in enumerate(missing, start=1):
-        run = train(one, data[one.training], ranks)
-        if ranks.rank == 0:
-            kept.add(one.name, run)
-            there[one.name] = run
-            say(console, f"{number}/{len(missing)} {one.name}: {run.test_accuracy:.2%} in {run.seconds:.0f} s")
-    return there
+    data = functools.cache(lambda training: TRAININGS[training].workload.load())
+    by_name = {one.name: one for one in planned}
+    return kept.complete(by_name, lambda one: train(one, data(one.training), ranks), console, NAME, ranks=ranks)
 
 
 def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 
 from experiments import command
+from pipesgd.ranks import Ranks
 
 Run = TypeVar("Run", bound=Any)
 Planned = TypeVar("Planned")
@@ -52,18 +53,24 @@ class KeptRuns(Generic[Run]):
         *,
         named: Callable[[Planned], str] | None = None,
         finished: bool = False,
+        ranks: Ranks | None = None,
     ) -> dict[str, Run]:
         """Return the planned runs, by the texts that identify them; the missing ones are made now, unless ``finished``.
 
-        ``label`` is that of the progress, which calls a run by ``named``, or else by its text.
+        ``label`` is that of the progress, which calls a run by ``named``, or else by its text. If ``ranks`` make runs
+        together, all of them call this together, and rank 0 alone has the file, and gets the runs.
         """
-        done = self.load()
-        missing = {words: one for words, one in planned.items() if words not in done}
+        has_the_file = ranks is None or ranks.rank == 0
+        done = self.load() if has_the_file else {}
+        there = done if ranks is None else ranks.all_gather_object("runs that are there", list(done))[0]
+        missing = {words: one for words, one in planned.items() if words not in there}
         command.say_kept(console, len(planned), len(missing))
         if not finished:
             with command.progress(console, label, len(missing)) as advance:
                 for words, one in missing.items():
-                    done[words] = make(one)
-                    self.add(words, done[words])
+                    run = make(one)
+                    if has_the_file:
+                        done[words] = run
+                        self.add(words, run)
                     advance(1, words if named is None else named(one))
         return {words: done[words] for words in planned if words in done}

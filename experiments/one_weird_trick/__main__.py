@@ -10,6 +10,9 @@ once, in the first iteration, as a ring would send it. No time is measured: the 
 
 With the variable batch, linear layers have as many updates in an iteration as ranks, each at a learning rate divided
 by that number.
+
+All runs take about two hours of two cores. Finished ones are kept in one_weird_trick.runs.json in the output folder:
+the same command makes only those that are missing.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import shlex
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments import command
-from experiments.results import Row, save
+from experiments.kept_runs import KeptRuns
+from experiments.results import Row, code_state, save
 from experiments.simulated_runs import accuracy_of, batches_of, evaluated
 from experiments.systems.workloads import WORKLOADS
 from pipesgd import Pipelined, split_layers
@@ -46,7 +51,6 @@ from pipesgd.layer_plan import rows_of_passes
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.passes import Passes
 from pipesgd.ranks import Ranks
-from pipesgd.run.console import say
 
 NAME = "one_weird_trick"
 FOLDER = Path(__file__).parent
@@ -54,6 +58,15 @@ PLANS = ("data", "model", "hybrid-gather", "hybrid-turns", "hybrid-portions", "v
 WORKLOAD = "alexnet"
 SEEDS, QUICK_ITERATIONS = 3, 2
 LABEL_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training by a plan."""
+
+    row: Row
+    commit: str | None
+    """Commit of the code that made the run; None where there is no repository."""
 
 
 class RingBytes(TorchDispatchMode):
@@ -200,6 +213,7 @@ def parse(words: Sequence[str], world_size: int) -> Namespace:
     options.add_argument(
         "--iterations", type=command.at_least(1), default=length, help=f"length of each training ({length})"
     )
+    options.add_argument("--fresh", action="store_true", help="forget the finished runs in the output folder")
     arguments = command.parse(options, words)
     if world_size < 2:
         raise UserInputError("at least 2 ranks must be started (torchrun --nproc-per-node 4 ...); got 1")
@@ -236,14 +250,23 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     mesh = init_device_mesh("cpu", (1, ranks.world_size), mesh_dim_names=("islands", "inside"))
     length = QUICK_ITERATIONS if arguments.quick else arguments.iterations
     training = f"{WORKLOADS[WORKLOAD].trained} --iterations {length}"
-    rows = []
-    for seed, plan in itertools.product(range(1 if arguments.quick else arguments.seeds), PLANS):
-        rows.append(train(ranks, mesh, training, plan, seed, test_every=100 if arguments.quick else 1))
-        if ranks.rank == 0:
-            say(console, f"{plan}, seed {seed}: test accuracy {rows[-1]['test_accuracy']:.2%}")
+    planned = {
+        f"{plan}, {ranks.world_size} ranks, {training} --seed {seed}": (plan, seed)
+        for seed, plan in itertools.product(range(1 if arguments.quick else arguments.seeds), PLANS)
+    }
+    test_every = 100 if arguments.quick else 1
+
+    def make(one: tuple[str, int]) -> Run:
+        return Run(train(ranks, mesh, training, *one, test_every), code_state())
+
+    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Run, fresh=arguments.fresh and ranks.rank == 0)
+    runs = kept.complete(planned, make, console, NAME, named=lambda one: f"{one[0]}, seed {one[1]}", ranks=ranks)
     if ranks.rank == 0:
         plans = {plan: (FOLDER / f"{plan}.toml").read_text(encoding="utf-8") for plan in PLANS}
-        save(NAME, rows, extra={"training": training, "plans": plans}, folder=arguments.output)
+        made_with = sorted({str(run.commit) for run in runs.values()})
+        extra = {"training": training, "ranks": ranks.world_size, "plans": plans, "runs_made_with": made_with}
+        rows = [run.row for run in runs.values()]
+        save(NAME, rows, extra=extra, folder=arguments.output)
         show(rows)
 
 
