@@ -10,6 +10,7 @@ References:
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,9 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipesgd.errors import DisagreementError, RunError, UserInputError
+from pipesgd.errors import DisagreementError, RunError, UserInputError, named
 from pipesgd.layer_plan import PORTIONS, LayerPlan, number_of_passes, rows_of_passes
 from pipesgd.shards import local
+
+_LEFT: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""Messages of iterations that were left before their end, by group. They are kept, since gloo delivers nothing more to
+a rank after a message whose tensor is gone."""
 
 
 class Passes:
@@ -91,51 +96,60 @@ class Passes:
 
         Raises:
             DisagreementError: members have given tensors of different shapes.
-            RunError: the loop has left the passes of the iteration before.
+            RunError: a member has left an iteration on the same mesh, of these or other passes, before its end.
             UserInputError: a tensor of another number of samples, a number that cannot be divided into portions, or a
                 pass without a backward pass.
         """
         if self.scheme is None:
             yield activations, *others
             return
-        if self._under_way:
-            raise RunError("passes must be taken to the end; got another iteration after one that was left")
         given = [tensor.detach().contiguous() for tensor in (activations, *others)]
         self._check(given)
         self._under_way = True
         rows = rows_of_passes(self.scheme, self._members, len(activations))
         arriving = self._bring(given, rows[0])
-        returning = []
-        for number, of_members in enumerate(rows):
-            (whole, *rest), messages = arriving
-            _wait(messages)
-            if number + 1 < len(rows):
-                arriving = self._bring(given, rows[number + 1])
-            entering = self._replicated(whole).requires_grad_(activations.requires_grad)
-            yield entering, *rest
-            if activations.requires_grad:
-                if entering.grad is None:
-                    raise UserInputError(
-                        "each pass must be followed by backward() of a loss of its activations; got none after pass "
-                        f"{number + 1} of {self.count}"
-                    )
-                returning.append(self._give_back(entering.grad, of_members))
-        if activations.requires_grad:
-            gradient = torch.zeros_like(given[0])
-            for of_members, (shares, messages) in zip(rows, returning, strict=True):
+        returning: list[tuple[list[Tensor], list[Any]]] = []
+        try:
+            for number, of_members in enumerate(rows):
+                (whole, *rest), messages = arriving
                 _wait(messages)
-                for share in shares:  # in the order of the members, so that the sum is always the same
-                    gradient[of_members[self._own]] += share
-            # A loss is of the samples of all members, and of one update; ranks take the mean over members.
-            activations.backward(gradient.mul_(self._members * self.update_period / self.count))
+                if number + 1 < len(rows):
+                    arriving = self._bring(given, rows[number + 1])
+                entering = self._replicated(whole).requires_grad_(activations.requires_grad)
+                yield entering, *rest
+                if activations.requires_grad:
+                    if entering.grad is None:
+                        raise UserInputError(
+                            "each pass must be followed by backward() of a loss of its activations; got none after "
+                            f"pass {number + 1} of {self.count}"
+                        )
+                    returning.append(self._give_back(entering.grad, of_members))
+            if activations.requires_grad:
+                gradient = torch.zeros_like(given[0])
+                for of_members, (shares, messages) in zip(rows, returning, strict=True):
+                    _wait(messages)
+                    for share in shares:  # in the order of the members, so that the sum is always the same
+                        gradient[of_members[self._own]] += share
+                # A loss is of the samples of all members, and of one update; ranks take the mean over members.
+                activations.backward(gradient.mul_(self._members * self.update_period / self.count))
+        except BaseException:  # GeneratorExit, too, with which Python closes passes that a loop has left
+            _LEFT.setdefault(self._group, []).append((arriving, returning))
+            raise
         self._under_way = False
 
     def _check(self, given: Sequence[Tensor]) -> None:
-        """Refuse, on all members alike, tensors that cannot be passed."""
-        own = torch.tensor([size for tensor in given for size in (len(tensor), tensor.numel())], device=given[0].device)
+        """Refuse, on all members alike, an iteration after one that any has left, and tensors that cannot be passed."""
+        is_left = self._under_way or self._group in _LEFT
+        sizes_of_own = (size for tensor in given for size in (len(tensor), tensor.numel()))
+        own = torch.tensor([int(is_left), *sizes_of_own], device=given[0].device)
         of_members = [torch.empty_like(own) for _ in range(self._members)]
         dist.all_gather(of_members, own, group=self._group)
-        sizes = [one.tolist() for one in of_members]
+        found = [one.tolist() for one in of_members]
+        if left_on := [dist.get_global_rank(self._group, member) for member, (left, *_) in enumerate(found) if left]:
+            raise RunError(
+                f"passes must be taken to the end; got another iteration after one that was left on {named(left_on)}"
+            )
+        sizes = [one[1:] for one in found]
         for member, one in enumerate(sizes):
             if one != sizes[0]:
                 ranks = [dist.get_global_rank(self._group, number) for number in (member, 0)]

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 from pipesgd import Pipelined, split_layers
+from pipesgd.passes import Passes
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
@@ -216,6 +217,25 @@ def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
     }
 
 
+def _leave(ranks: Ranks, folder: Path) -> dict[str, list[str]]:
+    """Return, by who leaves an iteration, what is said of another one of the same passes, and of new ones."""
+    path = folder / f"rank-{ranks.rank}.toml"
+    path.write_text(Case("portions").plan, encoding="utf-8")
+    said = {}
+    for who, after, leaves in (("all", 1, True), ("first", 2, ranks.rank % 2 == 0)):
+        mesh = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("islands", "inside"))["inside"]
+        passes = split_layers(linears(), mesh, path)
+        for number, _ in enumerate(passes(torch.ones(SAMPLES, FEATURES)), start=1):
+            if leaves and number == after:
+                break
+
+        def take(passes: Passes) -> None:
+            list(passes(torch.ones(SAMPLES, FEATURES)))
+
+        said[who] = [_said(take, passes), _said(take, split_layers(linears(), mesh, path))]
+    return said
+
+
 def _pass_nothing(ranks: Ranks, folder: Path) -> list[bool]:
     """Return whether the one pass of plans without a scheme has the tensors that were given."""
     path, found = folder / f"rank-{ranks.rank}.toml", []
@@ -234,7 +254,8 @@ def _pass_nothing(ranks: Ranks, folder: Path) -> list[bool]:
 def _find(ranks: Ranks, folder: Path) -> dict[str, Any]:
     cases = WHOLE_BATCH | VARIABLE_BATCH | {"int8": INT8}
     found: dict[str, Any] = {name: _train(ranks, case, folder) for name, case in cases.items()}
-    return found | {"nothing": _pass_nothing(ranks, folder), "refused": _refuse(ranks, folder)}
+    others = {"nothing": _pass_nothing, "refused": _refuse, "left": _leave}
+    return found | {name: find(ranks, folder) for name, find in others.items()}
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +369,21 @@ def test_samples_that_do_not_fit_are_refused_on_all_members_in_one_line(found: l
             "portions; got 5",
             "no backward": "UserInputError: each pass must be followed by backward() of a loss of its activations; got "
             "none after pass 1 of 2",
-            "left": "RunError: passes must be taken to the end; got another iteration after one that was left",
+            "left": "RunError: passes must be taken to the end; got another iteration after one that was left on ranks "
+            f"{first}, {first + 1}",
+        }
+
+
+def test_an_iteration_after_one_that_a_member_has_left_is_refused_on_all_members_of_the_mesh(
+    found: list[dict[str, Any]],
+) -> None:
+    """An iteration of other passes is, too, since messages of the one that was left are on their way."""
+    for rank, of_rank in enumerate(found):
+        first = rank // 2 * 2
+        refused = "RunError: passes must be taken to the end; got another iteration after one that was left on "
+        assert of_rank["left"] == {
+            "all": [f"{refused}ranks {first}, {first + 1}"] * 2,
+            "first": [f"{refused}rank {first}"] * 2,
         }
 
 
