@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from pipesgd.cli import version
+from pipesgd.process import answer
 
 COMMANDS = f"""{version()}
 
@@ -17,7 +18,6 @@ Each explains its options with --help."""
 if __name__ == "__main__":
     argv = sys.argv[1:]
     if not argv or set(argv) <= {"-h", "--help", "--version"}:
-        print(version() if argv == ["--version"] else COMMANDS)
-        sys.exit(0)
+        sys.exit(answer(version() if argv == ["--version"] else COMMANDS))
     print(f"error: the command must be one that python -m pipesgd lists; got {argv[0]!r}", file=sys.stderr)
     sys.exit(2)

@@ -32,7 +32,7 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import AUTO, AUTO_OPTIONS, FORMER_NAMES, FORMER_VALUES, TrainConfig
 from pipesgd.errors import UserInputError, warn
 from pipesgd.options import dashed
-from pipesgd.process import own_rank
+from pipesgd.process import answer, own_rank
 from pipesgd.toml_file import read_toml
 
 CONFIG_HELP = """
@@ -125,12 +125,7 @@ def answer_questions(parse_argv: Callable[[Sequence[str]], object], argv: Sequen
     try:
         parse_argv(argv)
     except HelpRequested as request:
-        if own_rank() == "0":
-            try:
-                print(request, flush=True)
-            except BrokenPipeError:  # whoever reads has read enough, as head does
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        sys.exit(answer(str(request)) if own_rank() == "0" else 0)
     except UserInputError:
         return
 

@@ -17,9 +17,10 @@ PipesgdError
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Self
+
+from pipesgd.process import say
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -189,5 +190,4 @@ class ReplicasDivergedError(RunError):
 
 def warn(text: str) -> None:
     """Print ``warning: text`` on stderr in one piece, since other ranks write to the same screen."""
-    sys.stderr.write(f"warning: {text}\n")
-    sys.stderr.flush()
+    say(f"warning: {text}")

@@ -29,14 +29,17 @@ from pipesgd.membership.farewell import Farewell
 from pipesgd.membership.heartbeat import no_word_from
 from pipesgd.process import (
     EXIT_TERMINATED,
+    answer,
     begin,
     claim_the_end,
     end_if_orphan,
+    let_go,
     say,
     write_error_file,
+    write_to_stderr,
 )
 from pipesgd.ranks import Ranks, join
-from pipesgd.run.console import screen
+from pipesgd.run.console import Screen, screen
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -93,13 +96,14 @@ class _Signals:
         return now - self._noted < SAME_SIGNAL_SECONDS
 
 
-def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], argv: Sequence[str]) -> NoReturn:
+def run_and_exit(command: Callable[[Sequence[str], Ranks, Screen], None], argv: Sequence[str]) -> NoReturn:
     """Join the ranks, run ``command``, and exit.
 
-    Exit codes: 0 done, 2 the input was wrong, 1 the run failed, 130 Ctrl-C, 143 SIGTERM.
+    Exit codes: 0 done, 141 done without a reader (``process.let_go``), 2 the input was wrong, 1 the run failed, 130
+    Ctrl-C, 143 SIGTERM.
     """
-    code = _run(command, argv, _Signals())
-    _flush()
+    code, unread = _run(command, argv, _Signals()), _flush()
+    code = code or unread
     if code:
         # The other ranks may be gone: a normal exit would wait for the communication thread and for
         # torch's groups, which wait for them.
@@ -107,7 +111,7 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], argv:
     sys.exit(0)
 
 
-def _run(command: Callable[[Sequence[str], Ranks, Console], None], argv: Sequence[str], signals: _Signals) -> int:
+def _run(command: Callable[[Sequence[str], Ranks, Screen], None], argv: Sequence[str], signals: _Signals) -> int:
     ranks: Ranks | None = None
     begin()  # if the command's module has not done so, as when a user's own program calls it
     try:
@@ -121,8 +125,7 @@ def _run(command: Callable[[Sequence[str], Ranks, Console], None], argv: Sequenc
         stop_watching()
         ranks.leave()
     except HelpRequested as request:
-        if ranks is None or ranks.rank == 0:
-            print(request)
+        return answer(str(request)) if ranks is None or ranks.rank == 0 else 0
     except BaseException as failure:  # noqa: BLE001 (distinguished and reported below)
         signals.ignored = True  # one end is enough; an assignment, since a signal could arrive within a call
         _end_if_orphan(failure)
@@ -130,7 +133,7 @@ def _run(command: Callable[[Sequence[str], Ranks, Console], None], argv: Sequenc
             threading.Event().wait(END_SECONDS)  # another thread reports why this process ends, and ends it
             os._exit(EXIT_FAILED)
         return _explain(failure if signals.first is None else signals.first(), ranks)
-    return 0
+    return console.exit_code
 
 
 def _end(error: RunError, ranks: Ranks, console: Console) -> None:
@@ -149,11 +152,16 @@ def _end(error: RunError, ranks: Ranks, console: Console) -> None:
         os._exit(code)  # the main thread waits for this
 
 
-def _flush() -> None:
-    """Write out what was printed, if anybody is left to read it."""
+def _flush() -> int:
+    """Write out what was printed, and return the exit code of a process whose standard output is that."""
+    codes = {}
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
-            stream.flush()
+            try:
+                stream.flush()
+            except BrokenPipeError:  # as of what a model has printed; Python would try again at its end, and fail
+                codes[stream] = let_go(stream)
+    return codes.get(sys.stdout, 0)
 
 
 def _end_if_orphan(failure: BaseException) -> None:
@@ -200,7 +208,7 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
     trace = ""
     if not isinstance(failure, PipesgdError | Terminated):
         trace = "".join(traceback.format_exception(failure))
-        sys.stderr.write(trace)  # a bug of ours: the line alone would not help to fix it
+        write_to_stderr(trace)  # a bug of ours: the line alone would not help to fix it
     text = reason_of(failure, ranks)
     silent = {} if ranks is None else ranks.silent()
     if ranks is not None and silent and not isinstance(failure, PeerFailed) and "no heartbeat from" not in text:

@@ -13,8 +13,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 EXIT_TERMINATED = 143
+EXIT_UNREAD = 141
+"""Exit code of a process whose output nobody has read to its end, as after ``| head``: what shells say of SIGPIPE."""
 
 _PARENT_SECONDS = 0.5
 _the_end = threading.Lock()
@@ -27,7 +30,7 @@ def begin() -> None:
     Under torchrun the first rank of each machine reports that it is starting, and every rank ends when its agent does.
     Further calls do nothing.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or _parent is not None:
+    if not under_torchrun() or _parent is not None:
         return
     _follow_parent()
     if os.environ.get("LOCAL_RANK") == "0":
@@ -39,6 +42,11 @@ def begin() -> None:
 def own_rank() -> str:
     """Return this rank's number as torchrun has set it, before the ranks have met; "0" without torchrun."""
     return os.environ.get("RANK", "0")
+
+
+def under_torchrun() -> bool:
+    """Return True if torchrun's agent has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _follow_parent() -> None:
@@ -95,11 +103,35 @@ def claim_the_end() -> bool:
     return _the_end.acquire(blocking=False)
 
 
+def answer(text: str, file: IO[str] | None = None) -> int:
+    """Print a text that was asked for, to standard output or ``file``, and return the exit code (``let_go``)."""
+    stream = file or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        return let_go(stream)
+    return 0
+
+
+def let_go(stream: IO[str]) -> int:
+    """Send to nowhere what is written to a stream that nobody reads any more, and return the exit code that says so.
+
+    It is ``EXIT_UNREAD``, but 0 under torchrun, which takes any other code of a rank for a failure: it would end all
+    ranks, and report that at length.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return 0 if under_torchrun() else EXIT_UNREAD
+
+
 def say(line: str) -> None:
     """Write ``line`` to stderr in one piece, since other ranks write there too, and without control characters."""
-    shown = "".join(char if char.isprintable() else _escaped(char) for char in line)
+    write_to_stderr("".join(char if char.isprintable() else _escaped(char) for char in line) + "\n")
+
+
+def write_to_stderr(text: str) -> None:
+    """Write ``text`` to stderr as it is."""
     try:
-        sys.stderr.write(shown + "\n")
+        sys.stderr.write(text)
         sys.stderr.flush()
     except (OSError, ValueError):
         pass  # nobody is left to read it

@@ -54,7 +54,7 @@ from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.run import output
 from pipesgd.run.checkpoint import Checkpoints, CheckpointSchedule
 from pipesgd.run.checkpoint_files import save_atomically
-from pipesgd.run.console import ProgressBar, say, show_summary
+from pipesgd.run.console import ProgressBar, Screen, say, show_summary
 from pipesgd.run.evaluation import Evaluation, evaluate
 from pipesgd.run.files import write_text_atomically
 from pipesgd.run.folder_lock import FolderLock
@@ -84,7 +84,7 @@ DRIFTS = (
 )
 
 
-def train(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
+def train(argv: Sequence[str], ranks: Ranks, console: Screen) -> None:
     """Run one training on this rank.
 
     Raises:
@@ -95,7 +95,7 @@ def train(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
     config = agree_on_configuration(argv, ranks)
     if config.run.dry_run:
         if ranks.rank == 0:
-            console.file.write(as_toml(config))
+            console.answer(as_toml(config).rstrip("\n"))
         return
     if config.run.log_messages:
         logging.basicConfig(format="%(message)s")

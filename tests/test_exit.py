@@ -1,6 +1,7 @@
 """The end of a rank: a normal one, and one after a signal whose handling fails in turn."""
 
 import json
+import os
 import textwrap
 from pathlib import Path
 
@@ -92,10 +93,82 @@ def test_a_rank_does_not_wait_for_ever_for_the_thread_that_ends_it(tmp_path: Pat
     assert _run(script, tmp_path) == (1, "")
 
 
-def _run(script: str, folder: Path) -> tuple[int, str]:
+UNREAD = "import os; here, there = os.pipe(); os.close(here); os.dup2(there, {stream})"
+"""Line of a script whose output on a stream nobody reads any more."""
+NOBODY_READS = "warning: nobody reads standard output any more: the run continues without it\n"
+STARTED = [({}, 141), ({"TORCHELASTIC_RUN_ID": "none"}, 0)]
+"""Environments of a process without and with torchrun, and its exit code if nobody reads its standard output."""
+
+
+@pytest.mark.parametrize(("environment", "code"), STARTED)
+@pytest.mark.parametrize(
+    ("stream", "work", "warning"),
+    [
+        (1, "say(console, 'one', 'another')", NOBODY_READS),
+        (1, "sys.stdout.reconfigure(write_through=False); print('what a model prints')", ""),
+        (2, "warn('something')", ""),
+    ],
+)
+def test_a_run_continues_when_nobody_reads_what_it_prints(
+    stream: int, work: str, warning: str, environment: dict[str, str], code: int, tmp_path: Path
+) -> None:
+    script = f"""
+        {UNREAD.format(stream=stream)}
+        import sys
+        from pathlib import Path
+        from pipesgd.errors import warn
+        from pipesgd.exit import run_and_exit
+        from pipesgd.run.console import say
+
+        def command(words, ranks, console):
+            {work}
+            Path("done").touch()
+
+        run_and_exit(command, [])
+    """
+    assert _run(script, tmp_path, environment) == (code if stream == 1 else 0, warning)
+    assert (tmp_path / "done").exists()
+
+
+def test_a_training_writes_its_files_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    script = f"""
+        {UNREAD.format(stream=1)}
+        from pipesgd.exit import run_and_exit
+        from pipesgd.train import train
+
+        run_and_exit(train, "--iterations 3 --hidden-sizes 8 --output run".split())
+    """
+    assert _run(script, tmp_path) == (141, NOBODY_READS)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["iterations"] == 3
+
+
+@pytest.mark.parametrize(("environment", "code"), STARTED)
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "pipesgd.cli.answer_questions(pipesgd.cli.parse, ['--help-all'])",
+        "pipesgd.exit.run_and_exit(pipesgd.train.train, ['--help'])",
+        "pipesgd.exit.run_and_exit(pipesgd.train.train, ['--dry-run'])",
+        "runpy.run_module('pipesgd', run_name='__main__')",
+    ],
+)
+def test_an_answer_that_nobody_reads_to_its_end_ends_quietly(
+    ask: str, environment: dict[str, str], code: int, tmp_path: Path
+) -> None:
+    script = f"""
+        {UNREAD.format(stream=1)}
+        import runpy
+        import pipesgd.cli, pipesgd.exit, pipesgd.train
+
+        {ask}
+    """
+    assert _run(script, tmp_path, environment) == (code, "")
+
+
+def _run(script: str, folder: Path, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """Run a Python script; return its exit code and what it writes to stderr."""
     (folder / "script.py").write_text(textwrap.dedent(script), encoding="utf-8")
-    done = run_module("script", folder=folder)
+    done = run_module("script", folder=folder, environment={**os.environ, **(environment or {})})
     return done.returncode, done.stderr
 
 

@@ -52,10 +52,12 @@ With numbers you type in:
 
 timing-model COMMAND --help lists a command's options; timing-model --version prints the version."""
 PLOTTED_WIDTHS = (1, 2, 3, 4)
+EXIT_UNREAD = 141
+"""Exit code of a process whose output nobody has read to its end: what shells say of SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 2, after a line on stderr, if the arguments are wrong."""
+    """Run the command and return its exit code: 2 after a line on stderr for wrong arguments, 141 if unread."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         text = _run(list(argv))
@@ -66,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python will write the rest at its end
+        return EXIT_UNREAD
     return 0
 
 
@@ -85,6 +88,8 @@ def _run(argv: list[str]) -> str:
         allow_abbrev=False,
     )
     add_options(options)
+    if {"-h", "--help"} & set(argv[1:]):
+        return options.format_help().rstrip()
     given = options.parse(argv[1:])
     check_plot(given.plot)
     return answer(given)

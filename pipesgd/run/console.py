@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from pipesgd.errors import warn
+from pipesgd.process import answer, let_go
 from pipesgd.ranks import Ranks
 from pipesgd.run.metrics import SECONDS, IterationMetrics, slowest_rank
 from pipesgd.strategy import hidden_share
@@ -28,9 +30,27 @@ SMOOTHING = 0.05
 """Weight of the newest iteration in the figures that the bar shows."""
 
 
-def screen(ranks: Ranks, file: IO[str] | None = None) -> Console:
+class Screen(Console):
+    """The console of a command's output, which nobody need read: a run whose progress is lost, as after ``| head``,
+    continues, since what it is for is in its files."""
+
+    exit_code = 0
+    """Exit code of a command that did what it was asked to (``pipesgd.process.let_go``)."""
+
+    def answer(self, text: str) -> None:
+        """Print a text that was asked for, as it is, and flush."""
+        self.exit_code = answer(text, self.file)
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing any more, and say so on stderr; the base class would end this process."""
+        self.quiet = True
+        self.exit_code = let_go(self.file)
+        warn("nobody reads standard output any more: the run continues without it")
+
+
+def screen(ranks: Ranks, file: IO[str] | None = None) -> Screen:
     """Return the console for a command's output: rank 0's standard output, or ``file``; other ranks print nothing."""
-    return Console(file=file, quiet=ranks.rank != 0)
+    return Screen(file=file, quiet=ranks.rank != 0)
 
 
 def say(console: Console, *lines: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from rich.console import Console
 
 from pipesgd.calibrate import calibrate
 from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError
 from pipesgd.membership.store import BoundedStore, StoreSilent, address
 from pipesgd.ranks import Ranks, Standing, check_same_options
+from pipesgd.run.console import screen
 from pipesgd.train import train
 
 
@@ -150,7 +150,7 @@ def test_ranks_among_the_first_have_the_same_deadline_and_iteration() -> None:
 def test_the_first_exchange_waits_for_as_long_as_timeout_says(command: Any) -> None:
     ranks = Ranks(rank=0, world_size=2, store=dist.HashStore(), standing=Standing(timeout=30.0))
     with pytest.raises(DeadlineExceeded, match=r"exchange of options .* no message within 0\.3 s from rank 1"):
-        command(["--timeout", "0.3"], ranks, Console(file=io.StringIO()))
+        command(["--timeout", "0.3"], ranks, screen(ranks, io.StringIO()))
 
 
 def test_an_exchange_may_wait_for_longer_than_the_deadline() -> None:
