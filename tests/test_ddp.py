@@ -454,6 +454,33 @@ def test_a_state_that_is_refused_leaves_the_present_iteration_as_it_is(options: 
         assert refused == without
 
 
+def _checks_of_a_load(ranks: Ranks, options: dict[str, Any]) -> list[str]:
+    """Return the classes that check a state while it is loaded, in order."""
+    checks: list[str] = []
+
+    def noted(kind: type[Any], check: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def check_state(self: Any, state: Any) -> None:
+            checks.append(kind.__name__)
+            check(self, state)
+
+        return check_state
+
+    _, pipeline = start(DistributedDataParallel(make_model(), broadcast_buffers=False), **options)
+    state = pipeline.state_dict()
+    for kind in (LocalSteps, Pipelined):
+        kind.check_state = noted(kind, kind.check_state)  # type: ignore[method-assign]
+    pipeline.load_state_dict(state)
+    pipeline.close()
+    return checks
+
+
+@pytest.mark.parametrize(
+    ("options", "checks"), [({}, ["Pipelined"]), ({"local_steps": 2}, ["LocalSteps", "Pipelined"])]
+)
+def test_a_state_that_is_loaded_is_checked_once(options: dict[str, Any], checks: list[str]) -> None:
+    assert run_ranks(1, _checks_of_a_load, options) == [checks]
+
+
 def derived(ranks: Ranks, options: dict[str, Any]) -> tuple[Weights, Weights]:
     return by_attached(ranks, "sgd", **options), by_attached(ranks, "derived", **options)
 

@@ -185,7 +185,7 @@ class AttachedPipeline(Pipelined):
         return super().state_dict()
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise what ``load_state_dict`` raises before it changes anything: see there."""
+        """Raise what ``load_state_dict`` raises before it changes anything, also for too many gradients in flight."""
         super().check_state(state)
         in_flight, width = len(state["in_flight"]), self._updates.width_after(state["iteration"])
         if in_flight >= width:  # each backward pass applies one, so that they would stay
@@ -194,20 +194,15 @@ class AttachedPipeline(Pipelined):
                 f"got {width}"
             )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; see ``Pipelined.load_state_dict``.
-
-        Raises:
-            UserInputError: ``state`` has more gradients in flight than a pipeline of this width, or is refused there.
-        """
-        self.check_state(state)
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Drop the iteration that was interrupted, if any, and continue from ``state``."""
         self._due = None
         self._copies.clear()
         options = [dict(group) for group in self._optimizer.param_groups]
         self._update.close()  # that of a step that was interrupted, which puts back the options from before it
         for group, present in zip(self._optimizer.param_groups, options, strict=True):
             group.update(present)
-        super().load_state_dict(state)
+        super().load_checked(state)
 
     def close(self) -> None:
         """Apply the gradients in flight and end the communication. The model can be trained by DDP no more."""

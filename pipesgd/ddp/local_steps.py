@@ -91,12 +91,11 @@ class AttachedLocalSteps(LocalSteps):
         self._settle("state_dict")
         return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; see ``LocalSteps.load_state_dict``."""
-        self.check_state(state)
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Drop the iteration that was interrupted, if any, and continue from ``state``."""
         self._computed = False
         self._update.close()  # that of a step that was interrupted, which puts back the gradients from before it
-        super().load_state_dict(state)
+        super().load_checked(state)
 
     def close(self) -> None:
         """Exchange the window so far and end the communication. The model can be trained by DDP no more."""

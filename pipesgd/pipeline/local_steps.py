@@ -446,12 +446,16 @@ class LocalSteps(Strategy):
             UserInputError: ``state`` is of another number of fragments, another codec or another outer optimizer.
         """
         self.check_state(state)
+        self.load_checked(state)
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state`` that ``check_state`` has accepted."""
         self._error = None
         # Copies: torch's optimizers continue with the very tensors that they load.
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._outer.load_state_dict(copy.deepcopy(state["outer"]))
         self._inner.loss_scale.load_state_dict(state["loss_scale"])
-        self._pipeline.load_state_dict(state["pipeline"])
+        self._pipeline.load_checked(state["pipeline"])
         self._window.load_state_dict(state["window"])
 
     def fail(self, error: BaseException) -> None:

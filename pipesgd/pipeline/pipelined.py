@@ -597,6 +597,10 @@ class Pipelined(Strategy):
                 buckets have left since the last step.
         """
         self.check_state(state)
+        self.load_checked(state)
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state`` that ``check_state`` has accepted."""
         self._summing.thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
         if self._half_done is not None:
             give_gradients(self._parameters, [None] * len(self._parameters))
