@@ -62,19 +62,29 @@ def combine_buffers(model: nn.Module, how: str, ranks: Ranks, sum_over_ranks: Su
     if how == "average":
         count = ranks.world_size
         if not all_finite(flat):  # on all ranks alike
-            finite = ranks.all_gather_object("finite buffers", are_finite(buffers), close_by=True)
-            others = [ranks.number(rank) for rank, own in enumerate(finite) if not own]
-            if 0 < len(others) < count:
-                flat, count = FlatBuffer(buffers), count - len(others)
-                if finite[ranks.rank]:
+            own = are_finite(buffers)
+            others = nonfinite_ranks(ranks, "buffers", own, close_by=True)
+            finite = count - len(others)
+            if others and finite:
+                flat, count = FlatBuffer(buffers), finite
+                if own:
                     flat.fill_from(buffers)
                 sum_over_ranks(flat)
             if others and ranks.rank == 0:
-                rest = "they are left out of the average" if any(finite) else "their average is not, either"
+                rest = "they are left out of the average" if finite else "their average is not, either"
                 warn(f"buffers of {named(others)} are not finite: {rest}")
         for part in flat.flats:
             take_mean(part, count)
     flat.copy_to(buffers)
+
+
+def nonfinite_ranks(ranks: Ranks, what: str, finite: bool, *, close_by: bool = False) -> list[int]:
+    """Return the numbers of the ranks that have called this with a false ``finite``, which is about their own ``what``.
+
+    Collective; see ``Ranks.all_gather_object``.
+    """
+    of_ranks = ranks.all_gather_object(f"finite {what}", finite, close_by=close_by)
+    return [ranks.number(rank) for rank, own in enumerate(of_ranks) if not own]
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -76,6 +76,7 @@ from pipesgd.pipeline.prediction import (
 from pipesgd.pipeline.sameness import check_same_settings, describe_parameters, optimizer_settings
 from pipesgd.pipeline.window import Window
 from pipesgd.ranks import Ranks
+from pipesgd.replicas import nonfinite_ranks
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
 
 AVERAGE_LR, LATE_AVERAGE_LR, NESTEROV_LR, NESTEROV_MOMENTUM = 1.0, 0.8, 0.7, 0.9
@@ -521,9 +522,8 @@ class LocalSteps(Strategy):
                 state.update(zip(new, state_of_a_zero_gradient(self._optimizer, new), strict=True))
             averaged = [state[of][name] for of, name in self._averaged]
             nbytes, finite = self._pipeline.average(averaged)
-            own_finite = [True] if finite else self._ranks.all_gather_object("finite states", are_finite(averaged))
+            culprits = [] if finite else nonfinite_ranks(self._ranks, "states", are_finite(averaged))
         if not finite:
-            culprits = [self._ranks.number(rank) for rank, own in enumerate(own_finite) if not own]
             got = f"a NaN or an infinity from {named(culprits)}" if culprits else "finite ones, whose sum overflows"
             raise RunError(
                 f"averaged states of optimizers must be finite; got {got}, after iteration {iteration}: lower --lr, or "

@@ -78,7 +78,7 @@ from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_eligible, check_reducer
-from pipesgd.replicas import combine_buffers, share_rank_0s_values
+from pipesgd.replicas import combine_buffers, nonfinite_ranks, share_rank_0s_values
 from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
 from timing_model.schedules import SEGMENT_BYTES, Algorithm
@@ -973,9 +973,8 @@ class Pipelined(Strategy):
 
     def _who_is_not_finite(self, gradient: InFlight) -> tuple[int, ...]:
         """Return the ranks whose own gradients made a mean not finite. Collective, in the same step on all ranks."""
-        own = self._replica.is_so(gradient.own_is_finite())
-        finite = self._ranks.all_gather_object("finite gradients", own)
-        return tuple(self._ranks.number(rank) for rank, own in enumerate(finite) if not own)
+        own_is_finite = self._replica.is_so(gradient.own_is_finite())
+        return tuple(nonfinite_ranks(self._ranks, "gradients", own_is_finite))
 
     def _predict(self) -> None:
         self._updates.predict([gradient.unapplied for gradient in self._in_flight], self._agreement)
