@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pipesgd.checks import check_one_of
 from pipesgd.comm.all_reduce import AllReduce
-from pipesgd.config import BUFFERS
 from pipesgd.errors import ReplicasDivergedError, named, warn
 from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, take_mean
+from pipesgd.pipeline_config import BUFFERS
 from pipesgd.ranks import Ranks
 from pipesgd.shards import local
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipesgd.config import SERVER_STRATEGIES, TrainConfig
+from pipesgd.config import TrainConfig
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.pipeline_config import SERVER_STRATEGIES
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import Strategy
 

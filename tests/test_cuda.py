@@ -17,9 +17,9 @@ from pipesgd import Pipelined
 from pipesgd.backend import BackendOptions
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.thread import CommunicationThread
-from pipesgd.config import PREDICTIONS
 from pipesgd.data import ShardedBatches
 from pipesgd.data.samples import Batch, BatchedDataset
+from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.ranks import Ranks
 from timing_model.schedules import ALL_REDUCES
 

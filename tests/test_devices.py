@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import Finish, no_op
-from pipesgd.config import PREDICTIONS
 from pipesgd.data import ShardedBatches
 from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.flat_buffer import FlatBuffer, on_device
+from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer

@@ -24,7 +24,7 @@ TESTBED = REPOSITORY / "experiments" / "testbed"
 FLOORS = [
     {"errors", "checks", "process", "functions", "options", "toml_file"},
     {
-        *("config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
+        *("config", "pipeline_config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
         *("shards", "layer_plan", "passes", "splitting"),
     },
     {"strategy", "reducers", "optim"},

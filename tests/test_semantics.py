@@ -31,12 +31,12 @@ from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
 from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.cli import parse
-from pipesgd.config import BUFFERS
 from pipesgd.data import evaluation_batches
 from pipesgd.data.samples import InMemoryImages, PixelScale
 from pipesgd.errors import UserInputError
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.prediction import Prediction
+from pipesgd.pipeline_config import BUFFERS
 from pipesgd.ranks import Ranks
 from pipesgd.run.evaluation import evaluate, mean, sums
 from pipesgd.run.forward_backward import forward_backward

@@ -31,8 +31,9 @@ from experiments.systems.workloads import Workload
 from experiments.testbed_jobs import run_training
 from pipesgd.cli import parse as parse_training
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.config import PipelineConfig, TrainConfig
+from pipesgd.config import TrainConfig
 from pipesgd.errors import RunError
+from pipesgd.pipeline_config import PipelineConfig
 from pipesgd.run.console import say
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE

@@ -22,11 +22,12 @@ from pipesgd.comm.connections import make_all_reduce
 from pipesgd.comm.native import ring_wire_bytes
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import communication_group
-from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT
+from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate
+from pipesgd.pipeline_config import DDP_HOOKS
 from pipesgd.ranks import Ranks, lost
 from pipesgd.replicas import combine_buffers, sum_buffer
 from pipesgd.strategy import Span, StepReport, Strategy

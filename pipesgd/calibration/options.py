@@ -10,7 +10,6 @@ from pipesgd.checks import check_timeout
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.config import (
     DEFAULT_TIMEOUT,
-    PREDICTIONS,
     DataConfig,
     ModelConfig,
     OptimizationConfig,
@@ -20,6 +19,7 @@ from pipesgd.config import (
 )
 from pipesgd.errors import UserInputError
 from pipesgd.options import check_options, option
+from pipesgd.pipeline_config import PREDICTIONS
 from timing_model.schedules import ALL_REDUCES
 
 SMALLEST_BYTES = 1 << 10

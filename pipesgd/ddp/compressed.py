@@ -23,12 +23,13 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import Group
-from pipesgd.config import DEFAULT_TIMEOUT, check_messages
+from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.ddp.hook import check_model, comm_hook, done
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.functions import OWN, kind
 from pipesgd.pipeline.sameness import check_same_settings, plain
+from pipesgd.pipeline_config import check_messages
 from pipesgd.ranks import current
 from pipesgd.reducers.base import mean_over_ranks
 from pipesgd.reducers.dense import DenseReducer

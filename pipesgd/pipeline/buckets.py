@@ -12,8 +12,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from pipesgd.config import cut_of
 from pipesgd.errors import UserInputError
+from pipesgd.pipeline_config import cut_of
 from timing_model.buckets import WHOLE
 
 

@@ -49,15 +49,7 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
-from pipesgd.config import (
-    DEFAULT_TIMEOUT,
-    check_fragments,
-    check_local_steps,
-    check_moving_rate,
-    check_parts,
-    check_width,
-    moving_rate_for,
-)
+from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError, named
 from pipesgd.flat_buffer import are_finite
 from pipesgd.optim.clipping import Clipping
@@ -75,6 +67,14 @@ from pipesgd.pipeline.prediction import (
 )
 from pipesgd.pipeline.sameness import check_same_settings, describe_parameters, optimizer_settings
 from pipesgd.pipeline.window import Window
+from pipesgd.pipeline_config import (
+    check_fragments,
+    check_local_steps,
+    check_moving_rate,
+    check_parts,
+    check_width,
+    moving_rate_for,
+)
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import nonfinite_ranks
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy

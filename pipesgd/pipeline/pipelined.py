@@ -25,16 +25,7 @@ from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.transport import Group, Mesh
-from pipesgd.config import (
-    DEFAULT_TIMEOUT,
-    ON_NONFINITE,
-    check_buckets,
-    check_messages,
-    check_reduce,
-    check_width,
-    cut_of,
-    rate_of,
-)
+from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
 from pipesgd.flat_buffer import (
     BucketedBuffer,
@@ -75,6 +66,7 @@ from pipesgd.pipeline.sameness import (
 )
 from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
+from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_eligible, check_reducer

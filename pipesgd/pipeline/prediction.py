@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from pipesgd.checks import check_one_of
-from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.blockwise import Steps, in_blocks, pieces, steps_by_itself, steps_in_blocks
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.hyperparameters import Hyperparameters
 from pipesgd.optim.optimizer_copy import OptimizerCopy
+from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.shards import give, kept, local
 from pipesgd.strategy import Comparison
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import TrainConfig, rate_of
+from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
+from pipesgd.pipeline_config import rate_of
 from pipesgd.planning.audition import Audition
 from pipesgd.planning.planned import Planned, choices_of
 from timing_model.advice import advice, reason, training_arguments

@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from pipesgd.config import TrainConfig, cut_of
+from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.errors import CheckpointError, UserInputError, warn
+from pipesgd.pipeline_config import cut_of
 from pipesgd.planning.audition import Audition, Pace
 from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks

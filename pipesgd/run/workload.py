@@ -11,7 +11,7 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import check_block
 from pipesgd.comm.own_all_reduce import agreed_schedule
-from pipesgd.config import TrainConfig, check_parts, cut_of, dataset_kind, rate_of
+from pipesgd.config import TrainConfig, dataset_kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
 from pipesgd.data.augmentation import Augmentation
 from pipesgd.data.losses import Loss
@@ -22,6 +22,7 @@ from pipesgd.optim.build import check_model
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.exchanges import Exchanges
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
+from pipesgd.pipeline_config import check_parts, cut_of, rate_of
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_eligible, compiled_codec
 from timing_model.buckets import WHOLE

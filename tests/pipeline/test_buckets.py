@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import check_buckets
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.flat_buffer import BucketedBuffer
 from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
+from pipesgd.pipeline_config import check_buckets
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from timing_model.buckets import Cut, completed

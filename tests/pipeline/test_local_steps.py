@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import PipelineConfig
 from pipesgd.errors import DisagreementError, NonFiniteGradientError, RunError, UserInputError
+from pipesgd.pipeline_config import PipelineConfig
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.state import RunState

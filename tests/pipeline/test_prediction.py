@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from experiments.predictions import COMPARED
 from experiments.simulation import SimulatedRanks
 from pipesgd import Pipelined
-from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.prediction import COMPARED_DIGITS, Prediction, compare
+from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 

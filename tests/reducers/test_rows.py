@@ -19,10 +19,10 @@ from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import ScheduledAllReduce
-from pipesgd.config import check_reduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.pipeline.buckets import bucket_indices
+from pipesgd.pipeline_config import check_reduce
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.gathering import sends_less
 from pipesgd.reducers.make import check_eligible

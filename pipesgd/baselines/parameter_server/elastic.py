@@ -13,11 +13,12 @@ from torch import nn
 from pipesgd.baselines.parameter_server.messages import Request, RequestMessage
 from pipesgd.baselines.parameter_server.strategy import Answers, ParameterServers
 from pipesgd.baselines.parameter_server.update_rule import ElasticRule, ShardLayout, UpdateRule
-from pipesgd.config import DEFAULT_TIMEOUT, check_local_steps, moving_rate_for
+from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import NonFiniteGradientError
 from pipesgd.flat_buffer import FlatBuffer, all_finite
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate
+from pipesgd.pipeline_config import check_local_steps, moving_rate_for
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import Span, StepReport
 
