@@ -541,6 +541,17 @@ def current(timeout: float, process_group: dist.ProcessGroup | None = None) -> R
     )
 
 
+def given_ranks(ranks: Ranks | None, process_group: dist.ProcessGroup | None, timeout: float) -> Ranks:
+    """Return the ``ranks`` to work with, or those of ``process_group``, as ``current`` does.
+
+    Raises:
+        UserInputError: both are given, or this rank is not in the group.
+    """
+    if ranks is not None and process_group is not None:
+        raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
+    return ranks or current(timeout, process_group)
+
+
 def among(numbers: Sequence[int], standing: Standing) -> Ranks:
     """Return the ranks of torch's default group that have these ``numbers``, of which this rank's is one.
 

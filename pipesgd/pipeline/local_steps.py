@@ -55,7 +55,7 @@ from pipesgd.flat_buffer import are_finite
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
 from pipesgd.optim.step import OwnSteps, SynchronousUpdate, set_aside_gradients
-from pipesgd.pipeline.pipelined import Pipelined, given_ranks
+from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.prediction import (
     AddErrors,
     Agreement,
@@ -75,7 +75,7 @@ from pipesgd.pipeline_config import (
     check_width,
     moving_rate_for,
 )
-from pipesgd.ranks import Ranks
+from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.replicas import nonfinite_ranks
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
 

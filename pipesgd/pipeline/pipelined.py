@@ -52,22 +52,13 @@ from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.exchanges import Exchanges, pieces_of
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
-from pipesgd.pipeline.islands import OF_WHOLE_MATRICES, replica_of
+from pipesgd.pipeline.islands import replica_of
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
-from pipesgd.pipeline.sameness import (
-    check_same_bits,
-    check_same_products,
-    check_same_settings,
-    describe_buffers,
-    describe_parameters,
-    describe_shares,
-    optimizer_settings,
-    plain,
-)
+from pipesgd.pipeline.sameness import check_same_training, compute_alike, plain
 from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
-from pipesgd.ranks import Ranks, current
+from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_eligible, check_reducer
 from pipesgd.replicas import combine_buffers, nonfinite_ranks, share_rank_0s_values
@@ -76,17 +67,6 @@ from timing_model.buckets import WHOLE
 from timing_model.schedules import SEGMENT_BYTES, Algorithm
 
 T = TypeVar("T")
-
-
-def given_ranks(ranks: Ranks | None, process_group: Group | None, timeout: float) -> Ranks:
-    """Return the ``ranks`` to work with, or those of ``process_group``: by default torch's default group.
-
-    Raises:
-        UserInputError: both are given, or this rank is not in the group.
-    """
-    if ranks is not None and process_group is not None:
-        raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
-    return ranks or current(timeout, process_group)
 
 
 class Pipelined(Strategy):
@@ -315,18 +295,8 @@ class Pipelined(Strategy):
         self.drifts = False
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
         if successor_of is None:
-            self._check_same_on_all_ranks(self._cut)
-            bits = [check_same_bits(of, optimizer, clip, allow_drift=allow_drift) for of in self.all_ranks]
-            is_own = not type(optimizer).__module__.startswith("torch.optim")  # of which nothing else is known
-            multiplying = {
-                f"with reduce {reduce}": reduce in ("factors", "auto"),
-                f"with codec {options.codec}": options.codec == "powersgd",
-                f"with {type(optimizer).__name__}": is_own or isinstance(optimizer, OF_WHOLE_MATRICES),
-            }
-            alike = [(self._ranks, what) for what, multiplies in multiplying.items() if multiplies][:1]
-            alike += [(members, "in an island") for members in self._replica.members]
-            bits += [check_same_products(of, device, what, allow_drift=allow_drift) for of, what in alike]
-            self.drifts = not all(bits)
+            check_same_training(self.all_ranks, self._settings, self._cut)
+            self.drifts = not compute_alike(self.all_ranks, optimizer, clip, reduce, options.codec, allow_drift)
         else:
             self.drifts = successor_of.drifts
         wanted: dict[str, Any] = {
@@ -726,18 +696,6 @@ class Pipelined(Strategy):
         """The ranks that exchange gradients and, with islands, the members of this rank's island."""
         return [self._ranks, *self._replica.members]
 
-    def _check_same_on_all_ranks(self, cut: Cut) -> None:
-        settings = self._settings | optimizer_settings(self._optimizer)
-        described = {
-            "parameters": describe_parameters(self.module, cut.parameters),
-            "buffers": describe_buffers(self.module),
-            "bucket": [f"parameters {indices}" for indices in cut.indices],
-        }
-        shares = describe_shares(self.module, cut.parameters)
-        check_same_settings(self._ranks, settings, described | {"parameters": shares})
-        for ranks in self._replica.members:
-            check_same_settings(ranks, settings, described)
-
     def _follow_parameters(self) -> None:
         """Train the optimizer's present parameters, if some were frozen, unfrozen or added. Collective in that case."""
         if self._cut.is_present:
@@ -750,7 +708,7 @@ class Pipelined(Strategy):
         self._meet("change of parameters", lambda: None).result()
         new = self._ranks.raise_together("buckets", self._cut.again)
         try:
-            self._check_same_on_all_ranks(new)
+            check_same_training(self.all_ranks, self._settings, new)
             self._updates.follow(new.parameters)
             self._replica.follow(new.parameters)
             self._agreement.missed = []

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from pipesgd.errors import DisagreementError, named
 from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.optimizer_copy import OptimizerCopy
+from pipesgd.pipeline.cut import Cut
+from pipesgd.pipeline.islands import OF_WHOLE_MATRICES
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.shards import layout, place
@@ -57,6 +59,26 @@ def check_same_settings(ranks: Ranks, settings: Mapping[str, Any], tensors: Mapp
     for name, described in tensors.items():
         if any(other["hashes"][name] != first["hashes"][name] for other in everybody):
             _name_first_difference(ranks, name, ranks.all_gather_object(name, list(described)))
+
+
+def check_same_training(all_ranks: Sequence[Ranks], settings: Mapping[str, Any], cut: Cut) -> None:
+    """Compare settings, also of the optimizer, parameters, buffers and buckets with those of all ranks. Collective.
+
+    The first of ``all_ranks`` have the same shares of the parameters; others are members of an island, with other ones.
+
+    Raises:
+        DisagreementError: as ``check_same_settings``.
+    """
+    settings = {**settings, **optimizer_settings(cut.optimizer)}
+    described = {
+        "parameters": describe_parameters(cut.model, cut.parameters),
+        "buffers": describe_buffers(cut.model),
+        "bucket": [f"parameters {indices}" for indices in cut.indices],
+    }
+    shares = describe_shares(cut.model, cut.parameters)
+    check_same_settings(all_ranks[0], settings, described | {"parameters": shares})
+    for members in all_ranks[1:]:
+        check_same_settings(members, settings, described)
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -124,6 +146,31 @@ def _hash(described: Sequence[str]) -> str:
 
 
 # ---- Bits of an update
+
+
+def compute_alike(
+    all_ranks: Sequence[Ranks], optimizer: torch.optim.Optimizer, prepare: Prepare, reduce: str, codec: str, drift: bool
+) -> bool:
+    """Return whether all ranks, those of ``check_same_training``, compute the same bits where they must. Collective.
+
+    Where ranks multiply matrices, because of the exchange ``reduce``, the codec of this name, the optimizer or an
+    island, their products must have the same bits, too.
+
+    Raises:
+        DisagreementError: they differ, and ``drift`` is false.
+    """
+    same = [check_same_bits(ranks, optimizer, prepare, allow_drift=drift) for ranks in all_ranks]
+    is_own = not type(optimizer).__module__.startswith("torch.optim")  # of which nothing else is known
+    multiplying = {
+        f"with reduce {reduce}": reduce in ("factors", "auto"),
+        f"with codec {codec}": codec == "powersgd",
+        f"with {type(optimizer).__name__}": is_own or isinstance(optimizer, OF_WHOLE_MATRICES),
+    }
+    places = [(all_ranks[0], what) for what, multiplies in multiplying.items() if multiplies][:1]
+    places += [(members, "in an island") for members in all_ranks[1:]]
+    device = optimizer.param_groups[0]["params"][0].device
+    same += [check_same_products(ranks, device, what, allow_drift=drift) for ranks, what in places]
+    return all(same)
 
 
 def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Prepare, *, allow_drift: bool) -> bool:
