@@ -76,6 +76,19 @@ class StepReport:
         """Return the seconds in spans of this name; "wait" is exposed communication."""
         return sum(span.seconds for span in self.spans if span.what == what)
 
+    def followed_by(self, later: StepReport) -> StepReport:
+        """Return one report of what this one and a ``later`` one are about."""
+        return StepReport(
+            applied=self.applied + later.applied,
+            skipped=self.skipped + later.skipped,
+            nonfinite_ranks=self.nonfinite_ranks + later.nonfinite_ranks,
+            spans=self.spans + later.spans,
+            wire_bytes=self.wire_bytes + later.wire_bytes,
+            gradient_norm=later.gradient_norm if later.applied else self.gradient_norm,
+            comparison=later.comparison if later.applied or later.skipped else self.comparison,
+            fell_back=self.fell_back or later.fell_back,
+        )
+
 
 class Strategy(Protocol):
     """Turns the gradients that a backward pass left in ``.grad`` into weight updates.

@@ -395,8 +395,8 @@ class LocalSteps(Strategy):
             self._pipeline.check_usable()
             report = StepReport()
             for _ in range(self._pipeline.turns if self._window.has_begun else 0):
-                report = _joined(report, self._exchange())
-            return _joined(report, self._pipeline.flush())
+                report = report.followed_by(self._exchange())
+            return report.followed_by(self._pipeline.flush())
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
@@ -494,7 +494,7 @@ class LocalSteps(Strategy):
         """End the window, after an iteration of which ``report`` is, if it is long enough."""
         if self._window.steps < (1 if self.iteration <= self._warmup_iterations else self._local_steps):
             return report
-        return _joined(report, self._exchange())
+        return report.followed_by(self._exchange())
 
     def _exchange(self) -> StepReport:
         with self._pipeline.whole(f"the movement that ends with iteration {self.iteration - 1}"):
@@ -502,7 +502,7 @@ class LocalSteps(Strategy):
             self._window.end(self._pipeline.next_summed)
             report = self._pipeline.exchange()
         if self._averaged:
-            report = _joined(report, self._average())
+            report = report.followed_by(self._average())
         self._window.begin()
         return report
 
@@ -567,17 +567,3 @@ def _tensors_of_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Ten
             f"average-state must be left out with an optimizer that has no such state as momentum; got {kind}"
         )
     return found
-
-
-def _joined(first: StepReport, then: StepReport) -> StepReport:
-    """Return the report of two things that were done one after the other."""
-    return StepReport(
-        applied=first.applied + then.applied,
-        skipped=first.skipped + then.skipped,
-        nonfinite_ranks=first.nonfinite_ranks + then.nonfinite_ranks,
-        spans=first.spans + then.spans,
-        wire_bytes=first.wire_bytes + then.wire_bytes,
-        gradient_norm=first.gradient_norm if then.gradient_norm is None else then.gradient_norm,
-        comparison=then.comparison or first.comparison,
-        fell_back=first.fell_back or then.fell_back,
-    )

@@ -844,10 +844,10 @@ class Pipelined(Strategy):
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
         self._updates.weights.restore()
-        arrivals: list[StepReport] = []
+        report = StepReport()
         try:
             while len(self._in_flight) > remaining:
-                arrivals.append(self._apply_oldest())
+                report = report.followed_by(self._apply_oldest())
             begin = time.perf_counter()
             self._predict()
         except BaseException as error:
@@ -855,20 +855,9 @@ class Pipelined(Strategy):
             self._error = error
             raise
         self._error = None
-        spans = [span for arrival in arrivals for span in arrival.spans]
-        norms = [arrival.gradient_norm for arrival in arrivals if arrival.applied]
-        if self._updates.weights.are_predicted:
-            spans.append(Span("predict", self.iteration, begin, time.perf_counter()))
-        return StepReport(
-            applied=tuple(iteration for arrival in arrivals for iteration in arrival.applied),
-            skipped=tuple(iteration for arrival in arrivals for iteration in arrival.skipped),
-            nonfinite_ranks=tuple(rank for arrival in arrivals for rank in arrival.nonfinite_ranks),
-            spans=tuple(spans),
-            wire_bytes=sum(arrival.wire_bytes for arrival in arrivals),
-            gradient_norm=norms[-1] if norms else None,
-            comparison=arrivals[-1].comparison if arrivals else None,
-            fell_back=any(arrival.fell_back for arrival in arrivals),
-        )
+        if not self._updates.weights.are_predicted:
+            return report
+        return report.followed_by(StepReport(spans=(Span("predict", self.iteration, begin, time.perf_counter()),)))
 
     def _apply_oldest(self) -> StepReport:
         """Wait for the oldest gradient in flight, and apply it or leave it out. An interrupted wait changes nothing."""

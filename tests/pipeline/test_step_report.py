@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -12,7 +13,7 @@ from _small_problem import regress, small_problem
 
 from pipesgd import Pipelined, StepReport
 from pipesgd.ranks import Ranks
-from pipesgd.strategy import Span
+from pipesgd.strategy import Comparison, Span
 
 ITERATIONS = 5
 
@@ -91,3 +92,21 @@ def test_hidden_is_the_communication_that_was_not_waited_for() -> None:
     spans = Span("communication", 0, 1.0, 5.0), Span("wait", 0, 4.0, 5.0), Span("update", 0, 5.0, 9.0)
     assert StepReport(spans=spans).hidden_share == 0.75
     assert StepReport().hidden_share is None
+
+
+def test_one_report_of_two_steps_is_about_the_gradient_that_was_applied_last_and_the_newest_that_arrived() -> None:
+    spans = Span("wait", 0, 4.0, 5.0), Span("wait", 1, 6.0, 9.0)
+    quality, better = Comparison(0.5, 1.0), Comparison(1.0, 0.0)
+    first = StepReport(applied=(0,), spans=spans[:1], wire_bytes=10, gradient_norm=2.0, comparison=quality)
+    then = StepReport(
+        applied=(1,), spans=spans[1:], wire_bytes=20, gradient_norm=3.0, comparison=better, fell_back=True
+    )
+    assert first.followed_by(then) == StepReport(
+        applied=(0, 1), spans=spans, wire_bytes=30, gradient_norm=3.0, comparison=better, fell_back=True
+    )
+    left_out = StepReport(skipped=(1,), nonfinite_ranks=(3,))
+    assert first.followed_by(left_out) == dataclasses.replace(
+        first, skipped=(1,), nonfinite_ranks=(3,), comparison=None
+    )
+    nothing_arrived = StepReport(wire_bytes=20)
+    assert first.followed_by(nothing_arrived) == dataclasses.replace(first, wire_bytes=30)
