@@ -238,7 +238,7 @@ class AttachedPipeline(Pipelined):
         begin = time.perf_counter()
         gradients = {self._places[id(p)]: g for bucket in buckets for p, g in zip(*bucket, strict=True)}
         with self.whole(f"taking over the gradients of iteration {iteration}"):
-            outgoing = self._next_outgoing()
+            outgoing = self._packing.next_outgoing(iteration)
             buffer = outgoing.buffer
             buffer.fill_from([gradients[place] for place in range(len(self._parameters))])
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()

@@ -10,10 +10,13 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from pipesgd.codecs.base import Codec
 from pipesgd.flat_buffer import check_dense
 from pipesgd.optim.step import trainable_identities, trainable_parameters
 from pipesgd.pipeline.buckets import bucket_indices
-from pipesgd.pipeline.exchanges import Exchanges
+from pipesgd.pipeline.exchanges import Exchanges, pieces_of
+from pipesgd.pipeline.factor_hooks import FactorHooks
+from pipesgd.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,18 @@ class Cut:
     def with_choices(self, choices: Mapping[int, str]) -> Self:
         """Return the same parameters with these choices of exchanges."""
         return dataclasses.replace(self, exchanges=self.exchanges.again(choices))._in_buckets()
+
+    def chosen(self, ranks: Ranks, hooks: FactorHooks, scale: float, codec: Codec) -> Self:
+        """Return the same parameters, with exchanges chosen by their gradients for the undecided ones. Collective.
+
+        ``hooks`` keep the factors of the gradients, ``scale`` is their loss scale, and ``codec`` that of whole ones.
+        """
+        undecided, exchanges = self.undecided, self.exchanges.again()
+        own = [pieces_of(one, exchanges.kinds[id(one)], hooks, scale) for one in undecided]
+        of_ranks = ranks.all_gather_object("sizes of gradients", own)
+        for parameter, counts in zip(undecided, zip(*of_ranks, strict=True), strict=True):
+            exchanges.choose(parameter, counts, codec, ranks.world_size)
+        return self.with_choices(exchanges.choices)
 
     def _in_buckets(self) -> Self:
         if self.exchanges.reduce == "auto":  # refuse buckets that would be too many, whatever is chosen

@@ -27,41 +27,26 @@ from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.transport import Group, Mesh
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
-from pipesgd.flat_buffer import (
-    BucketedBuffer,
-    FlatBuffer,
-    all_finite,
-    are_finite,
-    give_gradients,
-    make_dense,
-    on_device,
-    pack_gradients,
-    take_mean,
-)
+from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, give_gradients, on_device, take_mean
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
-from pipesgd.optim.step import (
-    OwnSteps,
-    drop_gradients_of_frozen,
-    held_parameters,
-    set_aside_gradients,
-)
+from pipesgd.optim.step import OwnSteps, drop_gradients_of_frozen, held_parameters, set_aside_gradients
 from pipesgd.pipeline.buckets import BackwardHooks
 from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
-from pipesgd.pipeline.exchanges import Exchanges, pieces_of
+from pipesgd.pipeline.exchanges import Exchanges
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
 from pipesgd.pipeline.islands import replica_of
+from pipesgd.pipeline.packing import Packing
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
 from pipesgd.pipeline.sameness import check_same_training, compute_alike, plain
 from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
 from pipesgd.ranks import Ranks, given_ranks
-from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_eligible, check_reducer
-from pipesgd.replicas import combine_buffers, nonfinite_ranks, share_rank_0s_values
+from pipesgd.replicas import SumOverRanks, combine_buffers, nonfinite_ranks, share_rank_0s_values
 from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
 from timing_model.schedules import SEGMENT_BYTES, Algorithm
@@ -248,15 +233,9 @@ class Pipelined(Strategy):
         self._agreement = Agreement()
         self._loss_scale = LossScale(scaler, self._parameters)
         self._factor_hooks = FactorHooks(model, self._loss_scale)
+        self._packing = Packing(self._cut, self._loss_scale, self._factor_hooks)
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
         self._in_flight: collections.deque[InFlight] = collections.deque()
-        self._outgoing: Outgoing | None = None
-        """Gradient whose buckets are leaving, or will: it has a buffer of the pool."""
-        self._pool: list[BucketedBuffer] = []
-        self._left_out: Sequence[Tensor] = ()
-        """Values that the next gradient gets in addition (``add_to_next_gradient``)."""
-        self.buffers_allocated = 0
-        """Number of gradient buffers made so far for the parameters that are trained now: at most ``width``."""
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
         self._half_done: str | None = None
@@ -292,8 +271,6 @@ class Pipelined(Strategy):
         }
         self._ranks = given_ranks(ranks, process_group or self._replica.between, timeout)
         self._replica.join(self._ranks)
-        self.drifts = False
-        """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
         if successor_of is None:
             check_same_training(self.all_ranks, self._settings, self._cut)
             self.drifts = not compute_alike(self.all_ranks, optimizer, clip, reduce, options.codec, allow_drift)
@@ -317,8 +294,7 @@ class Pipelined(Strategy):
             self._summing.start(connected, options, buckets=len(self._cut.indices), reduce=reduce, seed=seed)
             if init_sync:
                 self._replica.share(model)
-                sum_over_ranks = functools.partial(self._sum_over_ranks, "Pipelined")
-                share_rank_0s_values(model, self._parameters, self._ranks.rank, sum_over_ranks)
+                share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_in("Pipelined"))
             if self._updates.predicts:
                 self._hooks = TrueWeightsHooks(model, self._updates)
             self._factor_hooks.follow(self._cut.exchanges.by_factors())
@@ -328,6 +304,11 @@ class Pipelined(Strategy):
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
+
+    @property
+    def buffers_allocated(self) -> int:
+        """Number of gradient buffers made so far for the parameters that are trained now: at most ``width``."""
+        return self._packing.buffers_allocated
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -415,11 +396,11 @@ class Pipelined(Strategy):
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack what has not left during the backward pass.
-            outgoing = self._next_outgoing()
+            outgoing = self._packing.next_outgoing(self.iteration)
             for number in range(self._leaving.left, len(self._cut.indices)):
-                self._pack(outgoing, number)
+                self._packing.pack(outgoing, number, self._ranks.world_size)
             self._factor_hooks.forget()
-            self._left_out = ()
+            self._packing.left_out = ()
             # 2. Hand over.
             summed: Sequence[int] = [self._turn] if self._in_turns else range(len(self._cut.indices))
             self._hand_over(outgoing)
@@ -459,7 +440,7 @@ class Pipelined(Strategy):
         Args:
             left_out: residuals of its error feedback, one for each flat tensor of the gradient; none adds nothing.
         """
-        self._left_out = on_device(list(left_out), self._parameters[0].device)
+        self._packing.left_out = on_device(list(left_out), self._parameters[0].device)
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
@@ -479,8 +460,8 @@ class Pipelined(Strategy):
         values = [value for of in self._optimizer.state.values() if isinstance(of, dict) for value in of.values()]
         state = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.device == device]
         with self.true_weights():
-            sum_over_ranks = functools.partial(self._sum_over_ranks, "share_weights")
-            share_rank_0s_values(torch.nn.Module(), [*self._parameters, *state], self._ranks.rank, sum_over_ranks)
+            tensors = [*self._parameters, *state]
+            share_rank_0s_values(torch.nn.Module(), tensors, self._ranks.rank, self._sum_in("share_weights"))
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Let backward passes add up, and no bucket leave, while the context is open. Without ``buckets`` gradients are
@@ -491,8 +472,7 @@ class Pipelined(Strategy):
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self.check_usable()
         self._check_whole("combine_buffers")
-        sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
-        combine_buffers(self.module, how, self._ranks, sum_over_ranks)
+        combine_buffers(self.module, how, self._ranks, self._sum_in("combine_buffers"))
         self._replica.combine_buffers(self.module, how)
 
     def average(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
@@ -502,7 +482,7 @@ class Pipelined(Strategy):
         """
         buffer = FlatBuffer(tensors)
         buffer.fill_from(tensors)
-        self._sum_over_ranks("step", buffer)
+        self._sum_in("step")(buffer)
         for flat in buffer.flats:
             take_mean(flat, self._ranks.world_size)
         finite = all_finite(buffer)
@@ -514,7 +494,7 @@ class Pipelined(Strategy):
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
         self.check_usable()
         self._check_whole("state_dict")
-        if self._left_out:
+        if self._packing.left_out:
             raise UserInputError("state_dict must follow the step that adds what other codecs left out; got it before")
         in_flight = [gradient.state_dict() for gradient in self._in_flight]
         exchanges = self._cut.exchanges
@@ -568,14 +548,12 @@ class Pipelined(Strategy):
             give_gradients(self._parameters, [None] * len(self._parameters))
             self._factor_hooks.forget()
         self._error = self._half_done = self._meeting = None
-        self._left_out = ()
+        self._packing.left_out = ()
         self._updates.weights.adopt()
         self._leaving.begin_iteration()
-        if self._outgoing is not None:
-            self._pool.append(self._outgoing.buffer)
-            self._outgoing = None
+        self._packing.drop_outgoing()
         while self._in_flight:
-            self._pool.append(self._in_flight.popleft().buffer)
+            self._packing.give_back(self._in_flight.popleft().buffer)
         if self._cut.exchanges.reduce == "auto":
             chosen = zip(held_parameters(self._optimizer), state["choices"], strict=True)
             self._begin(self._cut.with_choices({id(one): how for one, how in chosen if how is not None}))
@@ -586,7 +564,7 @@ class Pipelined(Strategy):
         self._agreement.load_state_dict(on_device(state["agreement"], device))
         self._loss_scale.load_state_dict(state["loss_scale"])
         for entry in state["in_flight"]:
-            self._in_flight.append(InFlight.of_state(entry, self._free_buffer(), device))
+            self._in_flight.append(InFlight.of_state(entry, self._packing.free_buffer(), device))
         self._predict()
 
     def fail(self, error: BaseException) -> None:
@@ -661,8 +639,7 @@ class Pipelined(Strategy):
                 stacklevel=3,
             )
         self._in_flight.clear()
-        self._pool.clear()
-        self._outgoing = None
+        self._packing.clear()
 
     def check_usable(self) -> None:
         self._summing.thread.check()
@@ -714,8 +691,7 @@ class Pipelined(Strategy):
             self._agreement.missed = []
             self._begin(new)
             drop_gradients_of_frozen(self._optimizer)
-            rank_0s = functools.partial(self._sum_over_ranks, "change of parameters")
-            share_rank_0s_values(nn.Module(), new.parameters, self._ranks.rank, rank_0s)
+            share_rank_0s_values(nn.Module(), new.parameters, self._ranks.rank, self._sum_in("change of parameters"))
         except BaseException as error:  # this rank has other parameters than the rest
             self.fail(error)
             raise
@@ -728,46 +704,23 @@ class Pipelined(Strategy):
         self._factor_hooks.follow(cut.exchanges.by_factors())  # before the hooks that let buckets leave
         self._leaving.remove()
         self._leaving = self._watch()
-        self._pool.clear()
-        self._outgoing = None
-        self.buffers_allocated = 0
+        self._packing.begin(cut)
 
     def _choose_exchanges(self) -> None:
         """Choose, by the gradients in ``.grad``, how those are exchanged that are undecided. Collective if one is."""
-        undecided = self._cut.undecided
-        if not undecided:
-            return
-        hooks, scale, kinds = self._factor_hooks, self._loss_scale.scale, self._cut.exchanges.kinds
-        own = [pieces_of(one, kinds[id(one)], hooks, scale) for one in undecided]
-        of_ranks = self._ranks.all_gather_object("sizes of gradients", own)
-        codec, chosen = make_codec(self._codec_options), self._cut.exchanges.again()
-        for parameter, counts in zip(undecided, zip(*of_ranks, strict=True), strict=True):
-            chosen.choose(parameter, counts, codec, self._ranks.world_size)
-        self._begin(self._cut.with_choices(chosen.choices))
+        if self._cut.undecided:
+            codec, scale = make_codec(self._codec_options), self._loss_scale.scale
+            self._begin(self._cut.chosen(self._ranks, self._factor_hooks, scale, codec))
 
     def _watch(self) -> BackwardHooks:
         """Return hooks that let buckets leave during the backward pass, if the user has asked for buckets."""
         watched = [] if self._in_turns or cut_of(self._cut.into) == WHOLE else self.buckets
         return BackwardHooks(watched, self._leave)
 
-    def _free_buffer(self) -> BucketedBuffer:
-        """Take a buffer out of the pool."""
-        if self._pool:
-            return self._pool.pop()
-        self.buffers_allocated += 1
-        return BucketedBuffer(self._parameters, self._cut.indices)
-
     def _meet(self, call: str, job: Callable[[], T]) -> Future[T]:
         """Have the communication thread do ``job`` after sending a header that says that this rank is at ``call``."""
         self._meeting = None  # a flush that was interrupted before this call is not resumed
         return self._summing.meet(call, self.iteration, job)
-
-    def _next_outgoing(self) -> Outgoing:
-        """Return the gradient of this iteration, some of whose buckets may have left."""
-        if self._outgoing is None:
-            buffer = self._free_buffer()
-            self._outgoing = Outgoing(self.iteration, buffer, 1.0, [None] * len(self._parameters))
-        return self._outgoing
 
     def _leave(self) -> bool:
         """Let the next bucket leave during the backward pass, unless the next step must follow other parameters."""
@@ -779,27 +732,11 @@ class Pipelined(Strategy):
         self._cut.check_dense(self._cut.indices[self._leaving.left])
         self._replica.check_alike(self.buckets[self._leaving.left])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
-            outgoing, number = self._next_outgoing(), self._leaving.left
-            self._pack(outgoing, number)
+            outgoing, number = self._packing.next_outgoing(self.iteration), self._leaving.left
+            self._packing.pack(outgoing, number, self._ranks.world_size)
             self._meet("step", self._mean_of(outgoing, number))
             self._leaving.left += 1
         return True
-
-    def _pack(self, outgoing: Outgoing, number: int) -> None:
-        """Move a bucket's gradients, divided by the loss scale, from ``.grad`` into its flat buffer."""
-        begin = time.perf_counter()
-        indices, bucket = self._cut.indices[number], outgoing.buffer.buckets[number]
-        parameters = [self._parameters[index] for index in indices]
-        make_dense(parameters)
-        outgoing.scale = self._loss_scale.divide(parameters)
-        if self._cut.exchange_of(number) == "factors":
-            outgoing.factors = [self._factor_hooks.look(parameter) for parameter in parameters]
-        for index, gradient in zip(indices, pack_gradients(parameters, bucket), strict=True):
-            outgoing.local[index] = gradient
-        for flat, left_out in zip(bucket.flats, self._left_out[bucket.first :], strict=False):
-            # ``mean_over_ranks`` divides float16 gradients before it sums them: these are what shares of a mean lost.
-            as_real(flat).add_(left_out, alpha=self._ranks.world_size if flat.dtype == torch.float16 else 1)
-        outgoing.packs.append(Span("pack", outgoing.iteration, begin, time.perf_counter()))
 
     def _hand_over(self, outgoing: Outgoing) -> None:
         """Let the communication thread sum the buckets that have not left, all of which are packed."""
@@ -824,7 +761,7 @@ class Pipelined(Strategy):
             agreed_norm=self._updates.wants_norms,
         )
         reduction = self._meet("step", take_last_mean)
-        self._outgoing = None  # before it is in flight, so that an interruption cannot leave the buffer in two places
+        self._packing.outgoing = None  # before it is in flight: no interruption may leave the buffer in two places
         self._in_flight.append(
             InFlight(outgoing.iteration, outgoing.buffer, unapplied, outgoing.scale, own_is_finite, reduction)
         )
@@ -887,11 +824,14 @@ class Pipelined(Strategy):
         begin = time.perf_counter()
         reduction = gradient.reduction.result()
         wait = Span("wait", gradient.iteration, begin, time.perf_counter())
-        culprits = () if reduction.finite else self._who_is_not_finite(gradient)
+        culprits: list[int] = []
+        if not reduction.finite:  # on all ranks, in the same step
+            own_is_finite = self._replica.is_so(gradient.own_is_finite())
+            culprits = nonfinite_ranks(self._ranks, "gradients", own_is_finite)
         return gradient, StepReport(
             applied=(gradient.iteration,) if reduction.finite else (),
             skipped=() if reduction.finite else (gradient.iteration,),
-            nonfinite_ranks=culprits,
+            nonfinite_ranks=tuple(culprits),
             spans=(*reduction.spans, wait),
             wire_bytes=reduction.gathered_bytes,
             gradient_norm=reduction.norm if reduction.finite else None,
@@ -908,18 +848,14 @@ class Pipelined(Strategy):
     def _take_out(self, gradient: InFlight) -> None:
         """Return the buffer of the oldest gradient in flight to the pool."""
         self._in_flight.popleft()
-        self._pool.append(gradient.buffer)
-
-    def _who_is_not_finite(self, gradient: InFlight) -> tuple[int, ...]:
-        """Return the ranks whose own gradients made a mean not finite. Collective, in the same step on all ranks."""
-        own_is_finite = self._replica.is_so(gradient.own_is_finite())
-        return tuple(nonfinite_ranks(self._ranks, "gradients", own_is_finite))
+        self._packing.give_back(gradient.buffer)
 
     def _predict(self) -> None:
         self._updates.predict([gradient.unapplied for gradient in self._in_flight], self._agreement)
 
-    def _sum_over_ranks(self, call: str, buffer: FlatBuffer) -> None:
-        self._meet(call, functools.partial(self._summing.sum_exactly, buffer)).result()
+    def _sum_in(self, call: str) -> SumOverRanks:
+        """Return the function that sums a buffer over the ranks in this ``call``."""
+        return lambda buffer: self._meet(call, functools.partial(self._summing.sum_exactly, buffer)).result()
 
 
 def _end_unclosed(summing: Summing) -> None:

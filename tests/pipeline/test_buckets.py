@@ -622,7 +622,8 @@ def _interrupted(ranks: Ranks, buckets: int, method: str, call: int) -> tuple[li
         saved = copy.deepcopy([part.state_dict() for part in parts])
     refused = []
     if call:
-        original, calls = getattr(pipeline, method), itertools.count(1)
+        owner: Any = pipeline._packing if method == "pack" else pipeline
+        original, calls = getattr(owner, method), itertools.count(1)
 
         def interrupted(*arguments: Any) -> Any:
             result = original(*arguments)
@@ -631,7 +632,7 @@ def _interrupted(ranks: Ranks, buckets: int, method: str, call: int) -> tuple[li
             return result
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline, method, interrupted)
+            patch.setattr(owner, method, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 train(3, 4)
         for attempt in (pipeline.step, pipeline.state_dict):
@@ -648,7 +649,7 @@ def _interrupted(ranks: Ranks, buckets: int, method: str, call: int) -> tuple[li
     return refused, weights_sha256(model)
 
 
-INTERRUPTIONS = [(1, "_pack", 1), (3, "_pack", 2), (3, "_pack", 3), (3, "_meet", 1), (3, "_meet", 3)]
+INTERRUPTIONS = [(1, "pack", 1), (3, "pack", 2), (3, "pack", 3), (3, "_meet", 1), (3, "_meet", 3)]
 """Buckets, and calls that are interrupted: in the backward pass, unless they are for the last bucket."""
 
 

@@ -70,7 +70,7 @@ def _sent(ranks: Ranks, model: nn.Module, batches: ShardedBatches, **options: An
         total = pipeline.step().wire_bytes
         whole = sum(
             pipeline._summing.reducer.wire_bytes(bucket, 0)
-            for number, bucket in enumerate(pipeline._free_buffer().buckets)
+            for number, bucket in enumerate(pipeline._packing.free_buffer().buckets)
             if pipeline._cut.exchange_of(number) == "matrix"
         )
         gathered = [

@@ -50,7 +50,7 @@ def _swapped(ranks: Ranks, before: dict[str, Any], after: dict[str, Any]) -> dic
     )
     new = state.strategy
     assert isinstance(new, Pipelined)
-    left_out, new._left_out = new._left_out, ()
+    left_out, new._packing.left_out = new._packing.left_out, ()
     now = new.state_dict()
     new.add_to_next_gradient(left_out)
     same = all(map(torch.equal, values, (*model.parameters(), *model.buffers())))
