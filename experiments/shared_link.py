@@ -7,6 +7,9 @@ iteration, and the rate at which the other program's bytes arrive meanwhile; wit
 itself. Accelerators are synthetic, as in bench_accelerators; loops_on_links.py says how the contenders are timed;
 blocks are steady. "alone" is the time of an iteration of the same loops without another program, from a job of its own
 before.
+
+Every message of node 0 waits behind what the other program has queued there. So pipelines sum by a ring, in 2 (p-1)
+steps one after the other for p ranks, and by an all-to-all, which sends as many bytes in two.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ FULL, QUICK = Effort(block=8, rounds=5, steady=True), Effort(block=2, rounds=1, 
 PORT, COUNT_FILE = 39_000, "arrived"
 LIMIT = "50mbit"
 PIPELINES: dict[str, dict[str, Any]] = {
-    f"width {options['width']}, {options['codec']}{limited}": options | limit
+    ", ".join([f"width {options['width']}, {options['codec']}", *how, *limited]): options | how_options | limit
     for options in ({"width": 1, "codec": "int8", "buckets": 2}, {"width": 2, "codec": "int4"})
-    for limited, limit in (("", {}), (f", at most {LIMIT}", {"rate_limit": LIMIT}))
+    for how, how_options in (([], {}), (["all-to-all"], {"all_reduce": "all-to-all"}))
+    for limited, limit in (([], {}), ([f"at most {LIMIT}"], {"rate_limit": LIMIT}))
 }
-
 LIMITED = [name for name, options in PIPELINES.items() if "rate_limit" in options]
 LEAST_LEFT = 0.7
 """Least rate of the other program next to a limited pipeline, as a share of that next to no communication: of the 200

@@ -80,7 +80,7 @@ def test_every_loop_trains_and_half_of_the_pipelines_are_limited() -> None:
     for name, moved in first.items():
         assert moved == second[name] == pytest.approx(exact, abs=2e-6), name
     limits = [options.get("rate_limit") for options in shared_link.PIPELINES.values()]
-    assert limits == [None, shared_link.LIMIT] * 2
+    assert limits == [None, shared_link.LIMIT] * 4
 
 
 def test_limited_pipelines_must_leave_the_link_to_others_and_take_no_longer() -> None:
@@ -89,9 +89,9 @@ def test_limited_pipelines_must_leave_the_link_to_others_and_take_no_longer() ->
     rates = {name: [20.0, 20.0, 20.0] if name == bench_accelerators.ALONE else [15.0, 15.0, 15.0] for name in names}
     shared = {name: {"seconds": [1.02, 1.02, 1.02], "figures": {"other_rate": rates[name]}} for name in names}
     judged = shared_link.judge(alone, shared)
-    assert len(judged) == 2 * len(shared_link.LIMITED) == 4
+    assert len(judged) == 2 * len(shared_link.LIMITED) == 8
     assert {one["verdict"] for one in judged.values()} == {"met"}
-    slow, greedy = shared_link.LIMITED
+    slow, greedy, *_ = shared_link.LIMITED
     shared[slow]["seconds"] = [1.1, 1.1, 1.1]
     rates[greedy][:] = [10.0, 10.0, 10.0]
     missed = [name for name, one in shared_link.judge(alone, shared).items() if one["verdict"] == "MISSED"]
