@@ -16,8 +16,13 @@ Sharding = tuple[tuple[int, ...], tuple[int, ...]]
 """Ranks that a tensor is sharded over, and the dimensions of their mesh."""
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Return True if ``tensor`` is a DTensor, spread over the ranks of a device mesh."""
+    if type(tensor) in _PLAIN:  # at once, since this is asked of every tensor in every step
+        return False
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
@@ -111,11 +116,13 @@ def layout(tensor: Tensor) -> str:
     return str(tuple(tensor.placements)) if is_dtensor(tensor) else ""  # type: ignore[attr-defined]
 
 
-def spread_alike(one: Any, other: Tensor) -> bool:
-    """Return True if this rank holds the same part of both, of all of them if they are plain tensors."""
-    if not is_dtensor(one) or not is_dtensor(other):
-        return isinstance(one, Tensor) and not is_dtensor(one) and not is_dtensor(other)
-    return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)  # type: ignore[attr-defined]
+def spread_alike(one: Any, other: Any) -> bool:
+    """Return True if both are plain tensors, or DTensors of which this rank holds the same part."""
+    if type(one) in _PLAIN and type(other) in _PLAIN:
+        return True
+    if not (is_dtensor(one) and is_dtensor(other)):
+        return False
+    return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)
 
 
 def gathering_modules(model: nn.Module) -> list[Any]:
