@@ -84,6 +84,7 @@ class Steps:
         optimizer: the optimizer.
         algorithm: the way it steps.
         parameters: those that it trains.
+        parts: this rank's part of each of them.
         groups: number of the parameter group of each of them.
         options: options of each parameter group, for each step.
     """
@@ -93,6 +94,7 @@ class Steps:
         optimizer: Optimizer,
         algorithm: _Algorithm,
         parameters: Sequence[Tensor],
+        parts: Sequence[Tensor],
         groups: Sequence[int],
         options: Sequence[Sequence[Mapping[str, Any]]],
     ):
@@ -103,8 +105,8 @@ class Steps:
         """Number of the parameter group of each piece."""
         self._state: State = {name: [] for name in algorithm.state}
         self.weights: list[Tensor] = []
-        for parameter, group, own in zip(parameters, groups, self._states, strict=True):
-            cut = _cut(local(parameter))
+        for part, group, own in zip(parts, groups, self._states, strict=True):
+            cut = _cut(part)
             self.weights += cut
             self._groups += [group] * len(cut)
             for name, of_pieces in self._state.items():
@@ -194,7 +196,7 @@ def steps_in_blocks(
             shaped.append([local(value) for value in of_parameters])
     if not all(_are_alike(of_all, parts) for of_all in shaped) or not can_cut(parts, *shaped):
         return None
-    return Steps(optimizer, algorithm, parameters, [number for number, _ in trained], options)
+    return Steps(optimizer, algorithm, parameters, parts, [number for number, _ in trained], options)
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
