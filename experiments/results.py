@@ -184,6 +184,7 @@ def provenance() -> dict[str, Any]:
             "cores": os.cpu_count(),
             "memory_gib": round(memory / 2**30, 1),
             "kernel": f"{platform.system()} {platform.release()}",
+            **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         },
         "torch_threads": torch.get_num_threads(),
     }
