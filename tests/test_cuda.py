@@ -182,7 +182,7 @@ def _trained(
     if door != "pipelined":
         called = DistributedDataParallel(model, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**24, enabled=float16)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, enabled=float16)
     if door == "pipelined":
         kind: Any = LocalSteps if "local_steps" in options else Pipelined
         opened = kind(called, optimizer, ranks=ranks, scaler=scaler, **options)
