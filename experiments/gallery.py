@@ -80,6 +80,7 @@ def of_the_paper(name: str, rows: list[Row], folder: Path) -> Path:
 DRAWN: dict[str, Draw] = {
     "accuracy_*": compared,
     "bench_accelerators": loops_on_links.draw,
+    "bench_gpu": loops_on_links.draw,
     "bench_islands": loops_on_links.draw,
     "bench_torchft": loops_on_links.draw,
     "compare_*": compared,
