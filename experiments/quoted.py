@@ -47,7 +47,7 @@ def made_by(*names: str) -> str:
         machine, day = manifest["machine"], manifest["started"][:10]
         lines.append(
             f"- `{name}`: `{command_of(manifest)}`, at commit `{manifest['git']['commit'][:7]}`, {day}, "
-            f"on {machine['cores']} cores ({machine['cpu']})"
+            f"on {machine['cores']} cores ({machine['cpu']}){' and a GPU' if 'gpu' in machine else ''}"
         )
     return "\n".join(["Made by (results and manifests are in `experiments/results/`):", "", *lines])
 
@@ -372,6 +372,25 @@ def island_accuracies() -> str:
     return table(["", "test accuracy, %", "points above HSDP (extremes of seeds)", "test loss"], lines)
 
 
+def weird_trick() -> str:
+    """Return a table of the bytes and the accuracy of every plan of "One weird trick": means, and extremes of seeds."""
+    rows = grouped(load(RESULTS / "one_weird_trick.csv"), "plan")
+    data = [row["test_accuracy"] for row in rows["data"]]
+    lines = []
+    for plan, of_plan in rows.items():
+        points = [100 * (row["test_accuracy"] - one) for row, one in zip(of_plan, data, strict=True)]
+        lines.append(
+            [
+                f"`{plan}`",
+                *(f"{mean(row[f'{what}bytes'] for row in of_plan) / 1e6:.1f}" for what in ("passed_", "gradient_", "")),
+                f"{100 * mean(row['test_accuracy'] for row in of_plan):.2f}",
+                "" if plan == "data" else f"{mean(points):+.2f} ({min(points):+.2f} to {max(points):+.2f})",
+            ]
+        )
+    heads = ["MB passed", "MB of gradients", "MB in all", "test accuracy, %", "points above `data` (extremes of seeds)"]
+    return table(["plan", *heads], lines)
+
+
 def judged(name: str) -> str:
     """Return a table of the ratios of a result that have a target, with the heads of its manifest, if there are any."""
     targets = figures.manifest(name)["targets"]
@@ -496,6 +515,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         timed,
         island_bytes,
         island_accuracies,
+        weird_trick,
         judged,
         exchanged,
         link_shared,
