@@ -52,7 +52,7 @@ TEXT = "--dataset python-stdlib --model transformer --embedding 64 --batch-size 
 WORKLOADS = {
     "transformer-2": Workload(words=TEXT, optimizers={"adamw": 0.008}, iterations=200, judged_by_loss=True),
     "transformer-6": Workload(
-        words=f"{TEXT} --layers 6", optimizers={"adamw": 0.004}, iterations=200, judged_by_loss=True
+        words=f"{TEXT} --layers 6", optimizers={"adamw": 0.002}, iterations=200, judged_by_loss=True
     ),
     "transformer-2, muon": Workload(words=TEXT, optimizers={"muon": 0.032}, iterations=200, judged_by_loss=True),
     "mlp, adagrad": Workload(
@@ -195,12 +195,12 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     layers = {row["number"]: str(row["layer"]) for row in summary if row["late"] != SYNCHRONOUS}
     axes.set_xticks(list(layers), list(layers.values()), rotation=45, ha="right")
     unit = "% of the test loss" if by_loss else "points of test accuracy"
-    axes.set(title=workload, xlabel="layer", ylabel=f"cost ({unit}), mean of seeds")
+    axes.set(title=workload, xlabel="layer", ylabel=f"cost, {unit}")
     figures.legend_below(axes, ncols=3)
     return axes
 
 
-draw = Panels(by=("workload",), plot=plot).save
+draw = Panels(by=("workload",), plot=plot, panel=(4.6, 4.0), abreast=3).save
 """Function that writes the figure, with a panel for every workload."""
 
 

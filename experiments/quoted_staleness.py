@@ -60,7 +60,9 @@ def late_layers() -> str:
     lines = []
     for workload, rows in grouped(load(RESULTS / f"{lateness.NAME}_summary.csv"), "workload").items():
         onwards = [row for row in rows if row["late"] == lateness.ONWARDS]
-        good = next((row for row in onwards if row["as_good"] == "yes"), None)
+        # From the last layer on: a set does not count if fewer layers were no longer as good.
+        as_good = list(itertools.takewhile(lambda row: row["as_good"] == "yes", reversed(onwards)))
+        good = as_good[-1] if as_good else None
         lines.append(
             [
                 workload,
