@@ -31,6 +31,17 @@ def layers_of(model: nn.Module) -> list[str]:
     return found
 
 
+def share_of(layers: Sequence[str], model: nn.Module) -> float:
+    """Return the share of the model's values that is in these layers.
+
+    >>> share_of(["1"], nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 2)))
+    0.6
+    """
+    others = not_in(layers, model)
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    return 1.0 - sum(sizes[one] for one in others) / sum(sizes.values())
+
+
 def not_in(layers: Sequence[str], model: nn.Module) -> set[int]:
     """Return the ids of the model's parameters that are in none of these layers."""
     unknown = set(layers) - set(layers_of(model))

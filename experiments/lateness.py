@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from torch import nn
 
 from experiments import command, figures, simulated_runs, simulated_tables, style
-from experiments.late_layers import layers_of
+from experiments.late_layers import layers_of, share_of
 from experiments.results import Panels, Row, grouped
 from experiments.simulated_runs import QUICK_ITERATIONS, Run
 from experiments.simulated_tables import changes, column, mean_of_all
@@ -79,6 +80,8 @@ class Planned(simulated_runs.Planned):
     layer: str
     number: int
     """Name and number of the layer, from 0; ``NO_LAYER`` and -1 if none is late."""
+    late_share: float
+    """Share of the model's values whose gradients are late."""
 
     @property
     def name(self) -> str:
@@ -88,10 +91,10 @@ class Planned(simulated_runs.Planned):
 
 def plan(workloads: Sequence[str], seeds: int, *, quick: bool = False) -> list[Planned]:
     """Return all runs, seed by seed."""
-    layers = {name: _layers(WORKLOADS[name].words) for name in workloads}
+    models = {name: _model(WORKLOADS[name].words) for name in workloads}
     planned = []
     for seed, name in itertools.product(range(seeds), workloads):
-        workload, names = WORKLOADS[name], layers[name]
+        workload, names = WORKLOADS[name], layers_of(models[name])
         iterations = QUICK_ITERATIONS if quick else workload.iterations
         [(optimizer, lr)] = workload.optimizers.items()
         how = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle"
@@ -102,6 +105,7 @@ def plan(workloads: Sequence[str], seeds: int, *, quick: bool = False) -> list[P
             if number + 1 < len(names):  # of the last layer, that would be the same
                 ways.append((ALONE, layer, number, f"--width 2 --late {layer}"))
         for late, layer, number, of_way in ways:
+            late_ones = {SYNCHRONOUS: [], ALONE: [layer], ONWARDS: names[number:]}[late]
             planned.append(
                 Planned(
                     workload=name,
@@ -111,14 +115,15 @@ def plan(workloads: Sequence[str], seeds: int, *, quick: bool = False) -> list[P
                     late=late,
                     layer=layer,
                     number=number,
+                    late_share=share_of(late_ones, models[name]),
                 )
             )
     return planned
 
 
-def _layers(words: str) -> list[str]:
+def _model(words: str) -> nn.Module:
     _, model = make_workload(parse_training(words.split()))
-    return layers_of(model)
+    return model
 
 
 def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
@@ -129,6 +134,7 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
             "late": one.late,
             "layer": one.layer,
             "number": one.number,
+            "late_share": one.late_share,
             "seed": one.seed,
             "test_accuracy": run.test_accuracy,
             "test_loss": run.test_loss,
@@ -150,6 +156,7 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
         base = whole.get((cell[0], SYNCHRONOUS, NO_LAYER, -1))
         row: Row = {
             **dict(zip(("workload", "late", "layer", "number"), cell, strict=True)),
+            "late_share": own[0]["late_share"],
             "accuracy_mean": mean_of_all(column(own, "test_accuracy")),
             "test_loss_mean": mean_of_all(column(own, "test_loss")),
             **changes(own, base, "sync"),
@@ -209,6 +216,7 @@ def _texts(row: Row) -> dict[str, str]:
         "workload": row["workload"],
         "late": row["late"],
         "layer": row["layer"],
+        "values late": f"{row['late_share']:.0%}",
         "accuracy %": text("accuracy_mean", ".2f", 100),
         "to sync": text("accuracy_to_sync_points", "+.2f"),
         "loss": text("test_loss_mean", ".4f"),

@@ -17,7 +17,7 @@ from experiments import fig03_convergence, figures, first_screen
 from experiments.command import text_of
 from experiments.markdown import table
 from experiments.quoted_reliability import RELIABILITY
-from experiments.quoted_staleness import accuracies, short_accuracies
+from experiments.quoted_staleness import accuracies, late_layers, short_accuracies
 from experiments.results import RESULTS, Row, command_of, grouped, load
 from experiments.style import TITLES
 from experiments.systems.headlines import ours_in_words
@@ -522,6 +522,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         codec_times,
         accuracies,
         short_accuracies,
+        late_layers,
         times_to_accuracy,
         seeds_that_arrived,
         training_times,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from experiments import lateness
 from experiments.markdown import table
-from experiments.results import RESULTS, Row, load
+from experiments.results import RESULTS, Row, grouped, load
 from experiments.staleness_runs import BASELINE, METHODS, WORKLOADS
 
 TITLES = {
@@ -52,6 +53,32 @@ def short_accuracies() -> str:
             name = f"**{method}**" if method == "eager" else method
             lines.append([name, *(only_change(rows.get((*cell, method))) for cell in cells)])
     return table(heads, lines)
+
+
+def late_layers() -> str:
+    """Return what late gradients cost, and how much of each model may be late, from some layer on, at no such cost."""
+    lines = []
+    for workload, rows in grouped(load(RESULTS / f"{lateness.NAME}_summary.csv"), "workload").items():
+        onwards = [row for row in rows if row["late"] == lateness.ONWARDS]
+        good = next((row for row in onwards if row["as_good"] == "yes"), None)
+        lines.append(
+            [
+                workload,
+                _cost(onwards[0]),
+                "none"
+                if good is None
+                else f"`{good['layer']}` and all after it, {good['late_share']:.0%} of the values",
+                "" if good is None else _cost(good),
+            ]
+        )
+    return table(["", "cost if all are late", "may be late", "cost then"], lines)
+
+
+def _cost(row: Row) -> str:
+    cost = lateness.cost_of(row)
+    if cost is None:
+        return "diverges"
+    return f"{cost:+.1f} %" if lateness.WORKLOADS[row["workload"]].judged_by_loss else f"{cost:+.2f} points"
 
 
 def staleness() -> dict[tuple[str, str, str], Row]:

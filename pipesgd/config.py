@@ -211,7 +211,7 @@ class RunConfig:
     dry_run: bool = False
     """Print the resolved configuration as a file for --config, without dry-run, overwrite and resume, and exit."""
     device: str = option("cpu", choices=DEVICES)
-    """Device of the model: cpu or cuda."""
+    """Device of the model: cpu or cuda, which needs a GPU for each rank of a machine."""
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a rank waits for another one, for any reason, before the run fails: from 0.1 to 1,000,000. Where
     all ranks meet, one that gives heartbeats while it computes, loads or writes may take ten times as long."""

@@ -352,7 +352,9 @@ class Ranks:
     def start_process_group(self, device: str, timeout: float) -> None:
         """Start torch's default process group with this deadline for every operation. No such group may exist.
 
-        Groups may follow each other, since each has its own keys in the store.
+        Groups may follow each other, since each has its own keys in the store. With the device "cuda" every rank of a
+        machine needs a GPU of its own, which is made its current one; with "cpu" the group is gloo's, which takes
+        tensors on GPUs as well.
 
         Raises:
             CommunicationError: not every rank could be reached.
@@ -516,7 +518,10 @@ def current(timeout: float, process_group: dist.ProcessGroup | None = None) -> R
         _check_group(process_group)
     elif not dist.is_initialized():
         ranks = join()
-        ranks.start_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout)
+        # Ranks that share a GPU use gloo for it, too: nccl refuses them.
+        enough = torch.cuda.device_count() >= ranks.local_world_size
+        own_gpus = all(ranks.all_gather_object("whether there are GPUs", enough))
+        ranks.start_process_group("cuda" if own_gpus else "cpu", timeout)
         return ranks
     everybody = dist.distributed_c10d._get_default_group()
     group = process_group or everybody

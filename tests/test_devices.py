@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from _pretended_gpu import PretendedGpu, as_loaded, pretend_cuda
 from _ranks import run_ranks
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
+from pipesgd.cli import parse
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.data import ShardedBatches
 from pipesgd.data.samples import Batch, BatchedDataset
+from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer, on_device
 from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.ranks import Ranks
@@ -26,6 +29,7 @@ from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
 from pipesgd.reducers.topk import TopKReducer
+from pipesgd.run.workload import load
 
 pytestmark = pytest.mark.slow
 
@@ -171,3 +175,12 @@ def test_a_run_on_a_gpu_is_resumed_with_every_prediction_and_every_codec_of_its_
     [devices] = run_ranks(1, _train_and_resume, cases)
     for case, found in zip(cases, devices, strict=True):
         assert found == {"cuda"}, case
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    ranks = Ranks(rank=0, world_size=3, store=dist.HashStore(), local_world_size=3)
+    with pytest.raises(
+        UserInputError, match=r"^nproc-per-node must be at most the number of GPUs, 2, with device cuda; got 3$"
+    ):
+        load(parse(["--device", "cuda"]), ranks)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from _ranks import run_ranks
 
 from pipesgd.comm.address import network_address
@@ -173,3 +176,24 @@ def test_hierarchical_is_refused_where_every_node_has_one_rank(per_node: int, st
             "all-reduce must not be hierarchical with one rank on each node, where it would be a ring; got 4 nodes of "
             "one rank (torchrun's LOCAL_WORLD_SIZE says how many ranks a node has)"
         )
+
+
+def _device_of_the_group(ranks: Ranks, port: int, gpus: Sequence[int]) -> list[str]:
+    os.environ.update(RANK=str(ranks.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LOCAL_RANK=str(ranks.rank), LOCAL_WORLD_SIZE="2")
+    torch.cuda.device_count = lambda: gpus[ranks.rank]
+    started: list[str] = []
+    Ranks.start_process_group = lambda own, device, timeout: started.append(device)  # type: ignore[method-assign]
+    current(ranks.timeout)
+    ranks.all_gather_object("the end", None)  # rank 0 has the store
+    return started
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device"), [((2, 2), "cuda"), ((3, 2), "cuda"), ((1, 1), "cpu"), ((2, 1), "cpu"), ((0, 0), "cpu")]
+)
+def test_nccl_is_for_ranks_that_all_have_a_gpu_of_their_own(gpus: tuple[int, int], device: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert run_ranks(2, _device_of_the_group, port, gpus, process_group=False) == [[device]] * 2

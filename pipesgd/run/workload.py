@@ -63,8 +63,8 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
     Raises:
         UserInputError: one of these cannot be made, or they do not go together.
     """
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise UserInputError("device must be cpu where torch finds no GPU; got cuda")
+    if config.run.device == "cuda":
+        _check_gpus(torch.cuda.device_count(), ranks.local_world_size)
     rank = min(ranks.rank, ranks.world_size - 1)  # a rank that is only a server draws no batch
     torch.manual_seed(config.optimization.seed)
     loss = find_loss(config.model.loss)
@@ -85,6 +85,16 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         check_cut(config, model)
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
     return data, batches, model, torch.device(config.run.device)
+
+
+def _check_gpus(gpus: int, ranks: int) -> None:
+    """Raise ``UserInputError`` unless this machine has a GPU for each of its ranks."""
+    if not gpus:
+        raise UserInputError("device must be cpu where torch finds no GPU; got cuda")
+    if ranks > gpus:
+        raise UserInputError(
+            f"nproc-per-node must be at most the number of GPUs, {gpus}, with device cuda; got {ranks}"
+        )
 
 
 def check_cut(config: TrainConfig, model: nn.Module) -> None:

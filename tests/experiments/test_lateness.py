@@ -12,9 +12,10 @@ from _ranks import run_module
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from experiments import quoted_staleness
 from experiments.late_layers import late_layers, layers_of, not_in
 from experiments.lateness import ALONE, MEASURED, ONWARDS, SYNCHRONOUS, Planned, parse, plan, plot, summarize, tabulate
-from experiments.results import RESULTS, Row, load
+from experiments.results import RESULTS, Row, load, save
 from experiments.simulated_runs import simulate
 from experiments.simulation import SimulatedRanks
 from pipesgd.cli import parse as parse_training
@@ -137,6 +138,8 @@ def test_a_lateness_is_as_good_as_none_up_to_one_percent_of_the_loss() -> None:
     assert [found[ONWARDS, number]["as_good"] for number in range(3)] == ["no", "yes", "yes"]
     assert found[ONWARDS, 1]["loss_to_sync_percent"] == pytest.approx(0.95)
     assert found[SYNCHRONOUS, -1]["as_good"] == ""
+    assert (found[SYNCHRONOUS, -1]["late_share"], found[ONWARDS, 0]["late_share"]) == (0, 1)
+    assert found[ONWARDS, 4]["late_share"] > found[ALONE, 4]["late_share"] > 0
     gone = found[ALONE, 0]
     assert (gone["diverged"], gone["test_loss_mean"], gone["as_good"]) == (1, None, "no")
 
@@ -165,6 +168,14 @@ def test_the_figure_has_a_line_for_one_layer_and_one_for_all_after_it() -> None:
 
 
 # ---- Command
+
+
+def test_the_quoted_table_has_the_most_values_that_may_be_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("lateness_summary", summarize(rows()), folder=tmp_path)
+    monkeypatch.setattr(quoted_staleness, "RESULTS", tmp_path)
+    [_, _, line] = quoted_staleness.late_layers().splitlines()
+    assert line.startswith("| transformer-2 | +10.0 % | `positions` and all after it, ")
+    assert line.endswith(" of the values | +0.9 % |")
 
 
 @pytest.mark.parametrize(
