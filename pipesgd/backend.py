@@ -241,7 +241,8 @@ class _LargeSums:
             self._connect()
             self._say(tensor)
         exact = self._options.codec_options.codec == "fp32"
-        values = tensor.reshape(-1) if exact else tensor.reshape(-1).float()  # the tensor's own memory, if it can be
+        flat = tensor.reshape(-1) if exact else tensor.reshape(-1).float()
+        values = flat.contiguous()  # the tensor's own memory, if it can be
         self._number += 1
         key = mixed(self._number, DTYPES.index(tensor.dtype), values.numel(), mean)
         self._transport.tag = key >> 1  # gloo's tags have 31 bits

@@ -9,6 +9,7 @@ the machine; they do depend on torch's version.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -84,6 +85,7 @@ def trajectories() -> dict[str, dict[str, Any]]:
     for name, golden in CONFIGURATIONS.items():
         with tempfile.TemporaryDirectory() as folder:
             found[name] = trajectory(golden, Path(folder))
+    gc.unfreeze()  # what _warm has frozen for the forks, so that this process can end in good order
     return found
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.backend import BackendOptions
+from pipesgd.codecs.kernels import kernels_for
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError, UserInputError
@@ -242,6 +243,7 @@ def _kinds_of_tensors(ranks: Ranks) -> list[Tensor]:
     assert work.exception() is None
     assert work.result()[0] is later is of_future
     assert leaf._version == version  # as with gloo, autograd does not object
+    assert len(kernels_for("cpu")._encode_8.signatures) == 1, "strides reached the codec, which compiled loops for them"
     dist.destroy_process_group()
     torch.testing.assert_close(mean, expected / ranks.world_size, rtol=1e-6, atol=1e-6)
     assert torch.equal(halves, of_halves.bfloat16())

@@ -1,4 +1,4 @@
-"""Set-up of tests that may fork worker processes."""
+"""Set-up of tests that start worker processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import pytest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_is_left_to_collect() -> None:
     """Collect what earlier tests have left: in a forked worker, that would abort it if a torch store with threads is
     part of it."""

@@ -88,6 +88,7 @@ def test_the_pixels_of_a_sample_depend_on_no_batch_rank_or_start(batch_size: int
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left_to_collect")
 def test_the_pixels_do_not_depend_on_the_process_and_those_for_testing_stay() -> None:
     digits = load_dataset("digits", None, image_size=64)
 

@@ -433,6 +433,7 @@ def test_evaluation_takes_every_sample_once(samples: int, world_size: int, batch
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left_to_collect")
 def test_loader_workers_change_nothing_but_the_process(image_folder: Path) -> None:
     """The batches are the same, over epochs; so is the one-line error; the global generator is left alone."""
     splits = load_dataset("images", image_folder, image_size=4)

@@ -433,6 +433,7 @@ def test_an_iterable_is_evaluated_once_and_sent_to_another_process_from_its_begi
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left_to_collect")
 def test_other_processes_load_an_iterable_in_the_same_order() -> None:
     data = InOrder(importlib.import_module("own").Numbers(), "data")
     with closing(
@@ -441,6 +442,7 @@ def test_other_processes_load_an_iterable_in_the_same_order() -> None:
         assert labels_of(batches, 4) == [[6, 7], [10, 11], [2, 3], [6, 7]]
 
 
+@pytest.mark.usefixtures("nothing_is_left_to_collect")
 def test_what_cannot_be_sent_to_other_processes_is_refused() -> None:
     class Local(Counting):
         """A class that no other process can import."""

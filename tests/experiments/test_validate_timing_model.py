@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from _obstacle import obstacle
+from _runs import run_job_on_forked_ranks
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments import quoted
+from experiments import quoted, validation_runs
 from experiments.results import RESULTS, load, save
 from experiments.timed_configurations import undisturbed
 from experiments.validate_timing_model import (
@@ -219,9 +220,11 @@ def test_published_profiles_do_not_name_machines_and_folders(tmp_path: Path) -> 
     assert 'torch = "2"' in text
 
 
-def test_a_short_run_chooses_and_is_judged(tmp_path: Path) -> None:
+def test_a_short_run_chooses_and_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that chooses is the user's command on a testbed; a test of experiments.compare has the other jobs there."""
     if reason := obstacle():
         pytest.skip(reason)
+    monkeypatch.setattr(validation_runs, "run_job", run_job_on_forked_ranks)
     main(["--quick", "--output", str(tmp_path)], alone(), Console(quiet=True))
     tables = {f"validate_timing_model{of}{end}" for of in ("", "_auto") for end in (".csv", ".manifest.json")}
     assert {path.name for path in tmp_path.iterdir()} == {*tables, "validate_timing_model.runs.json"}
