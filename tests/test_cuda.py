@@ -174,8 +174,8 @@ def _trained(
 ) -> tuple[Tensor, list[float]]:
     """Return the weights, and the loss of every iteration, of a loop on ``device``.
 
-    The door is "pipelined", "attached" or "compressed". With ``float16`` the loop computes in it, and begins with a
-    scale that is too large. ``compiled`` is a mode of ``torch.compile``.
+    The door is "pipelined", "attached" or "compressed". With ``float16`` the loop computes in it, at a loss scale at
+    which nothing overflows. ``compiled`` is a mode of ``torch.compile``.
     """
     model = _model(device)
     called: Any = torch.compile(model, mode=compiled) if compiled else model
