@@ -8,7 +8,7 @@
 Finished experiments are recorded in runs/experiments.json: the same command resumes where it was stopped. Long
 experiments also keep their own finished runs, which are forgotten when an experiment starts, not when it resumes. A
 failed experiment does not keep the others from running; the command then exits with 1, and the next call tries the
-failed one again. Experiments on emulated links need root or namespaces.
+failed one again. Experiments on emulated links need root or namespaces, and bench_gpu a GPU as well.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ EXPERIMENTS = (
     Experiment(name="bench_loading", words="bench_loading", minutes=3, ranks=2),
     Experiment(name="bench_doors", words="bench_doors", minutes=4),
     Experiment(name="bench_accelerators", words="bench_accelerators", minutes=17),
+    Experiment(name="bench_gpu", words="bench_gpu", minutes=6),
     Experiment(name="bench_torchft", words="bench_torchft", minutes=7),
     Experiment(name="bench_islands", words="bench_islands", minutes=15),
     Experiment(name="islands_accuracy", words="islands_accuracy", minutes=20, ranks=4),
