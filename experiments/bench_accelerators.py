@@ -94,9 +94,13 @@ def make_loops(model: nn.Module, ranks: Ranks, accelerator: str | None = None) -
 def wire_seconds(cluster: Cluster = CLUSTER) -> dict[str, float]:
     """Return the least time of each loop's all-reduce on the links, in seconds."""
     model = build_model(WORKLOAD.model, sample_shape=(1, 28, 28), num_classes=10, hidden_sizes=WORKLOAD.hidden_sizes)
-    numel = sum(one.numel() for one in model.parameters())
+    return wire_seconds_of(cluster, sum(one.numel() for one in model.parameters()), PIPELINES)
+
+
+def wire_seconds_of(cluster: Cluster, numel: int, pipelines: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the least time of an all-reduce of ``numel`` values by each of ``pipelines`` and by DDP, in seconds."""
     nbytes = {ALONE: 0, DDP: 4 * numel, DDP_FP16: 2 * numel}
-    for name, options in PIPELINES.items():
+    for name, options in pipelines.items():
         nbytes[name] = make_codec(CodecOptions(codec=options["codec"])).wire_bytes(numel)
     return {name: ring_limit(cluster, one) for name, one in nbytes.items()}
 

@@ -25,14 +25,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments import command
+from experiments.bench_accelerators import ALONE, DDP, DDP_FP16, wire_seconds_of
 from experiments.bench_pipelined import Workload
-from experiments.limits import Cluster, ring_limit
+from experiments.limits import Cluster
 from experiments.loops import Batch, Loop, Piped, Plain
 from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, summarize
 from experiments.results import Row, save
 from experiments.testbed import Link, parse_rate
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
 from pipesgd.data import DataSplits
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
@@ -50,7 +49,6 @@ class OnGpu(Workload):
 
 
 WORKLOAD = OnGpu(name="resnet18, batch 128", model="resnet18", batch_size=128)
-ALONE, DDP, DDP_FP16 = "no communication", "DDP", "DDP, fp16"
 PIPELINES: dict[str, dict[str, Any]] = {
     "width 1, int4, buckets": {"width": 1, "codec": "int4", "buckets": 2},
     "width 2, fp32": {"width": 2, "codec": "fp32"},
@@ -124,14 +122,6 @@ def cluster_of(cell: str) -> Cluster:
     return Cluster(nodes=int(nodes), link=Link(rate=parse_rate(rate)))
 
 
-def wire_seconds(cluster: Cluster, numel: int) -> dict[str, float]:
-    """Return the least time of each contender's all-reduce of ``numel`` values on the links, in seconds."""
-    nbytes = {ALONE: 0, DDP: 4 * numel, DDP_FP16: 2 * numel}
-    for name, options in PIPELINES.items():
-        nbytes[name] = make_codec(CodecOptions(codec=options["codec"])).wire_bytes(numel)
-    return {name: ring_limit(cluster, one) for name, one in nbytes.items()}
-
-
 def check_gpu() -> None:
     """Raise ``UserInputError`` if there is no GPU."""
     if not torch.cuda.is_available():
@@ -156,7 +146,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         job = ["--cells", name, *["--quick"] * arguments.quick]
         found = on_testbed("bench_gpu", job, nodes=cluster.nodes, link=cluster.link)
         title = f"{WORKLOAD.name} on one GPU, {cluster.describe()} (emulated)"
-        wire = wire_seconds(cluster, numel)
+        wire = wire_seconds_of(cluster, numel, PIPELINES)
         of_cell = [{**row, "wire_s": wire[row["contender"]]} for row in summarize(found, title, DDP)]
         show(of_cell, wire_s="wire ms")
         rows += of_cell

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _ranks import run_as_ranks, run_module, start_module
+from _ranks import start_module
 from _runs import succeed
 from _waiting import wait_until
 from conftest import REPOSITORY
@@ -147,6 +147,24 @@ def newest_checkpoint(job: Job) -> int:
     return max((int(path.name.partition("-")[2]) for path in found), default=0)
 
 
+def test_a_killed_rank_ends_the_job_and_is_named(job: Any) -> None:
+    running = job(LONG)
+    wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
+    pids = running.rank_pids()
+    os.kill(pids[1], signal.SIGKILL)
+    assert running.finish() == 1
+    # Both remaining ranks say where they were and who is missing: in an error, or, if torchrun's SIGTERM comes before
+    # they have noticed that rank 1 is gone, in the line about a farewell that failed.
+    errors, farewells = errors_of(running), farewells_of(running)
+    assert silent_ranks(running) == {"rank 1"}, running.lines
+    ends = {line[len("error: ") :].split(":")[0] for line in errors if re.search(r" in iteration \d+", line)}
+    assert ends <= {"rank 0", "rank 2"}, running.lines
+    assert len(ends) + len(farewells) == 2, running.lines
+    last = max(map(running.lines.index, [*errors, *farewells]))
+    assert not any("Traceback" in line for line in running.lines[:last])
+    wait_until_gone(list(pids.values()))
+
+
 def test_a_healthy_rank_is_not_accused_when_one_is_told_to_stop(job: Any) -> None:
     running = job(f"{LONG} --farewell-seconds 0")
     wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
@@ -175,13 +193,14 @@ def test_a_rank_that_hangs_ends_the_job_within_the_deadline(job: Any, all_reduce
     wait_until_gone(list(pids.values()))
 
 
-def test_a_killed_rank_with_a_restart_gives_the_same_weights(job: Any, tmp_path: Path) -> None:
-    words = "--hidden-sizes 300 300 --batch-size 32 --iterations 200 --checkpoint-iterations 20 --width 3"
+def test_killed_ranks_with_restarts_give_the_same_weights(job: Any, tmp_path: Path) -> None:
+    words = "--hidden-sizes 300 300 --batch-size 32 --iterations 300 --checkpoint-iterations 20 --width 3"
     expected = succeed(2, words, tmp_path / "undisturbed")
 
-    running = job(words, ranks=2, torchrun="--max-restarts 1")
-    wait_until(lambda: newest_checkpoint(running) >= 40, 60)
-    os.kill(running.rank_pids()[0], signal.SIGKILL)
+    running = job(words, ranks=2, torchrun="--max-restarts 2")
+    for kill, rank in enumerate((0, 1)):
+        wait_until(lambda at=40 + 60 * kill: newest_checkpoint(running) >= at, 60)
+        os.kill(running.rank_pids()[rank], signal.SIGKILL)
     assert running.finish() == 0, running.lines
     assert any("continuing after iteration" in line for line in running.lines)
     result = json.loads((running.output / "summary.json").read_text())
@@ -278,7 +297,17 @@ def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
     loop = next(block for block in blocks if "pipesgd.Pipelined" in block)
     # One write a rank, so that the ranks' lines cannot mix.
     (tmp_path / "loop.py").write_text(loop + "\nprint(f'loss {loss.item()}\\n', end='', flush=True)\n")
-    losses = [float(text) for text in re.findall(r"loss (\S+)", run_as_ranks(2, tmp_path / "loop.py", tmp_path))]
+    done = subprocess.run(
+        torchrun(2, "loop.py"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in re.findall(r"loss (\S+)", done.stdout)]
     assert len(losses) == 2
     assert all(loss < 1.0 for loss in losses)
 
@@ -298,7 +327,7 @@ def test_a_loop_that_does_not_close_its_pipeline_ends_with_a_line_that_says_so(t
     assert len(said) == 2
 
 
-def test_folders_of_images_are_decoded_beside_the_computation(tmp_path: Path) -> None:
+def test_folders_of_images_are_decoded_beside_the_computation(job: Any, tmp_path: Path) -> None:
     """A convnet learns red against blue pictures; the processes that decode end with the run."""
     for split, count in (("train", 24), ("test", 8)):
         for name, colour in (("blue", (20, 20, 200)), ("red", (200, 20, 20))):
@@ -306,9 +335,9 @@ def test_folders_of_images_are_decoded_beside_the_computation(tmp_path: Path) ->
             for i in range(count):
                 Image.new("RGB", (20 + i, 24), colour).save(tmp_path / split / name / f"{i}.jpg")
     words = f"--dataset images --data-dir {tmp_path} --image-size 16 --model convnet --batch-size 6 --iterations 12"
-    done = run_module("pipesgd.train", *words.split(), "--lr", "0.01", "--output", "run", folder=tmp_path, deadline=120)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    running = job(f"{words} --lr 0.01", ranks=1)
+    assert running.finish(120) == 0, running.lines
+    summary = json.loads((running.output / "summary.json").read_text())
     assert summary["final"]["test_accuracy"] == 1.0
     assert summary["options"]["loader-workers"] is None
     assert DataConfig(dataset="images").workers == 2

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from experiments import bench_gpu
-from experiments.bench_gpu import ALONE, CASES, DDP, Finished, check_gpu, cluster_of, wire_seconds
+from experiments.bench_accelerators import ALONE, DDP, wire_seconds_of
+from experiments.bench_gpu import CASES, PIPELINES, Finished, check_gpu, cluster_of
 from pipesgd.errors import UserInputError
 
 
@@ -19,7 +20,7 @@ def test_without_a_gpu_the_bench_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_wires_time_is_that_of_the_encoded_gradient() -> None:
-    found = wire_seconds(cluster_of("4x10gbit"), 8_000_000)
+    found = wire_seconds_of(cluster_of("4x10gbit"), 8_000_000, PIPELINES)
     assert found[ALONE] == 0
     assert found[DDP] == pytest.approx(1.5 * 32e6 * 8 / 10e9, rel=0.06)  # headers
     assert found[DDP] / found["width 2, int4"] == pytest.approx(32 / 4, rel=0.05)  # and a scale for each block
