@@ -129,7 +129,10 @@ class FollowedPlan:
         return chosen
 
     def _decided(self, planned: Planned, audition: Audition, paces: Sequence[float]) -> Planned:
-        """Return the plan after rank 0's decision, which is recorded if it changes what trains."""
+        """Return the plan after rank 0's decision.
+
+        It is recorded even if it changes nothing: a resumed run that looked again could decide differently.
+        """
         ranks, config = self._ranks, self._run_config
         decided: dict[str, Any] | None = None
         if ranks.rank == 0:
@@ -141,8 +144,8 @@ class FollowedPlan:
                 elapsed = sum(one for one in took if one is not None) + self._changes
             decided = planned.heard(audition.decided(known, again=again, elapsed=elapsed)).as_json()
         found = Planned.from_json(ranks.all_gather_object("audition", decided)[0])
+        self._record(found)
         if len(found.turns) > len(planned.turns):
-            self._record(found)
             for line in found.decision_lines():
                 say(self._console, line)
             if ranks.rank == 0:

@@ -15,8 +15,9 @@ from _ranks import run_ranks
 
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.planning import audition
-from pipesgd.planning.audition import TURN, UNTIMED
+from pipesgd.planning.audition import AGAIN_AFTER, TURN, UNTIMED
 from pipesgd.planning.choose import MOST_CANDIDATES
+from pipesgd.planning.drift import Drift
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.train import train
@@ -30,9 +31,15 @@ CLOSE = LinkParams(alpha=1e-4, beta=2e-7, gamma=0.0, sync=0.0)
 WORDS = "--hidden-sizes 20 --batch-size 16 --lr 0.05 --width auto --checkpoint-iterations 5 --keep-checkpoints 100"
 
 
-def _train(ranks: Ranks, words: list[str], share: float) -> tuple[str, str]:
-    """Run once, with auditions that may take this share of the run; return (text of the error, stdout)."""
+def _train(ranks: Ranks, words: list[str], share: float, contradicted: bool | None) -> tuple[str, str]:
+    """Run once, with auditions that may take this share of the run; return (text of the error, stdout).
+
+    ``contradicted`` replaces what the iterations after an audition say about it, unless it is None.
+    """
     audition.MOST_SHARE = share
+    if contradicted is not None:
+        told = property(lambda _: contradicted, lambda *_: None)
+        Drift.contradicted = told  # in a process of its own, which ends with the run
     out = io.StringIO()
     with contextlib.redirect_stderr(io.StringIO()):
         try:
@@ -43,11 +50,11 @@ def _train(ranks: Ranks, words: list[str], share: float) -> tuple[str, str]:
     return error, out.getvalue()
 
 
-def run(folder: Path, words: str, share: float = 1e3) -> tuple[dict[str, Any], str]:
+def run(folder: Path, words: str, share: float = 1e3, contradicted: bool | None = None) -> tuple[dict[str, Any], str]:
     """Return (summary, output of rank 0) of a run on two ranks, with a cluster on which all widths are a tie."""
     cluster(CLOSE, SMALL).save(folder / "cluster.toml")
     options = [*words.split(), "--cluster", str(folder / "cluster.toml"), "--output", str(folder / "run")]
-    (error, text), (other, _) = run_ranks(2, _train, options, share, process_group=False)
+    (error, text), (other, _) = run_ranks(2, _train, options, share, contradicted, process_group=False)
     assert (error, other) == ("", "")
     return json.loads((folder / "run" / "summary.json").read_text()), text
 
@@ -86,8 +93,7 @@ def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(
     assert f"; --width {result['width']}" in text
     assert " in the audition: " in text
     described = json.loads((tmp_path / "run" / "run.json").read_text())
-    decided = planned["audition"] | {"decision_at": 0}  # a later look that changes nothing is not recorded
-    assert described["planned"]["audition"] | {"decision_at": 0} == decided
+    assert described["planned"]["audition"] == planned["audition"]
     assert described["options"]["width"] == result["width"]
 
     # Before the first turn, in the middle of a turn, at its end (the checkpoint is of the pipeline before the change),
@@ -97,7 +103,19 @@ def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(
         resumed, text = run(tmp_path, f"{words} --resume")
         assert f"continuing after iteration {iteration} of 130" in text
         assert resumed["weights_sha256"] == result["weights_sha256"]
-        assert resumed["planned"]["audition"] | {"decision_at": 0} == decided
+        assert resumed["planned"]["audition"] == planned["audition"]
+
+
+def test_a_resumed_run_does_not_decide_again_what_a_look_has_decided(tmp_path: Path) -> None:
+    """The iterations after an audition agree with it at first, and contradict it after the run was resumed."""
+    words = f"{WORDS} --iterations 150"
+    result, _ = run(tmp_path, words, contradicted=False)
+    audition = result["planned"]["audition"]
+    assert audition["decision_at"] > 150 > audition["turns"][-1][0] + AGAIN_AFTER
+    back_to(tmp_path, 100)
+    resumed, _ = run(tmp_path, f"{words} --resume", contradicted=True)
+    assert resumed["planned"]["audition"] == audition
+    assert resumed["weights_sha256"] == result["weights_sha256"]
 
 
 def test_a_run_that_was_killed_before_a_decision_decides_by_what_it_had_measured(tmp_path: Path) -> None:
@@ -139,7 +157,7 @@ def test_what_an_audition_has_measured_wins_over_predictions_the_next_time(tmp_p
     ]
     shutil.copy(tmp_path / "run" / "cluster.toml", tmp_path / "measured.toml")
     options = [*words.split(), "--cluster", str(tmp_path / "measured.toml"), "--output", str(tmp_path / "next")]
-    (error, text), _ = run_ranks(2, _train, options, 1e3, process_group=False)
+    (error, text), _ = run_ranks(2, _train, options, 1e3, None, process_group=False)
     assert error == ""
     planned = json.loads((tmp_path / "next" / "run.json").read_text())["planned"]
     fastest = min(pace[0] for pace in paces)
