@@ -9,6 +9,9 @@ simulated exactly in one process (experiments/simulation.py). A run is named by 
 would get for it. All runs of a workload see the same samples, the last few left out where H does not divide them:
 
 - local steps: H iterations between two exchanges, width 1 and 2, fp32 and int4;
+- weight streaming: the weights in F fragments, F = 4 or less, of which every H / F iterations exchange the next one.
+  That is H iterations and as many bytes between two exchanges of a weight, but at width 2 a movement is late by H / F
+  iterations instead of H;
 - accumulation: H micro-batches an update, hence H times fewer updates. Larger batches can take larger learning rates,
   so it is tried at 1, 2 and 4 times the rate, and the best counts;
 - DiLoCo: outer Nesterov with the rate 0.7 and the momentum 0.9 of its paper, width 1. The inner optimizer is that of
@@ -46,13 +49,16 @@ if TYPE_CHECKING:
 NAME = "local_steps_accuracy"
 TRAINED, STEPS = ("mlp", "convnet", "transformer"), (2, 4, 8, 32)
 SYNCHRONOUS, ACCUMULATION, LOCAL_STEPS, DILOCO = "synchronous", "accumulation", "local steps", "DiLoCo"
+STREAMING, FRAGMENTS = "weight streaming", 4
+"""Local steps by fragments, and how many: no more than H, as each is exchanged after at least one iteration."""
 MULTIPLES = (1.0, 2.0, 4.0)
 """Multiples of the learning rate that accumulation is tried at."""
 JUDGED_UP_TO = 8
-"""Most local steps with a target."""
+"""Most iterations between two exchanges of a weight with a target."""
 MOST_LOST = {"width": (0.3, 1.0), "codec": (0.1, 1 / 3)}
-"""Most that width 2 may lose to width 1, and int4 to fp32 at width 2, with as many local steps, in the mean over seeds:
-points of accuracy, and percent of the loss where that is judged, as much for a point."""
+"""Most that width 2 may lose to width 1, and int4 to fp32 at width 2, with as many iterations between two exchanges of a
+weight: points of the accuracy's mean over seeds, or percent of that of the loss, where that is judged, as much for a
+point."""
 
 
 class Way(NamedTuple):
@@ -60,7 +66,7 @@ class Way(NamedTuple):
 
     method: str
     local_steps: int
-    """Iterations between two exchanges, or micro-batches of an update."""
+    """Iterations between two exchanges of a weight, or micro-batches of an update."""
     width: int
     codec: str
     words: str = ""
@@ -89,7 +95,10 @@ class Planned(simulated_runs.Planned):
 
 def label_of(method: str, width: int, codec: str) -> str:
     """Return the name of a line of the figure."""
-    return method if method != LOCAL_STEPS else f"width {width}" + ("" if codec == "fp32" else f", {codec}")
+    if method not in (LOCAL_STEPS, STREAMING):
+        return method
+    parts = (f"width {width}", "streaming" if method == STREAMING else "", "" if codec == "fp32" else codec)
+    return ", ".join(part for part in parts if part)
 
 
 def ways(steps: Sequence[int]) -> list[Way]:
@@ -100,6 +109,10 @@ def ways(steps: Sequence[int]) -> list[Way]:
         found += [Way(ACCUMULATION, number, 1, "fp32", accumulation, multiple) for multiple in MULTIPLES]
         both = itertools.product((1, 2), ("fp32", "int4"))
         found += [Way(LOCAL_STEPS, number, width, codec, windows) for width, codec in both]
+        fragments = math.gcd(number, FRAGMENTS)
+        if fragments > 1:
+            turns = f"--local-steps {number // fragments} --fragments {fragments}"
+            found += [Way(STREAMING, number, 2, codec, turns) for codec in ("fp32", "int4")]
         found.append(Way(DILOCO, number, 1, "fp32", f"{windows} --outer nesterov"))
     return found
 
@@ -171,10 +184,10 @@ def _summary(cell: Cell, best: Mapping[Cell, list[Row]]) -> Row:
     workload, method, steps, width, codec = cell
     own = best[cell]
     base, kind = None, ""
-    if method == LOCAL_STEPS and codec != "fp32":
+    if codec != "fp32":
         base, kind = best.get((workload, method, steps, width, "fp32")), "codec"
-    elif method == LOCAL_STEPS and width > 1:
-        base, kind = best.get((workload, method, steps, 1, codec)), "width"
+    elif width > 1:
+        base, kind = best.get((workload, LOCAL_STEPS, steps, 1, codec)), "width"
     row: Row = {
         **dict(zip(("workload", "method", "local_steps", "width", "codec"), cell, strict=True)),
         "lr": own[0]["lr"],

@@ -186,18 +186,20 @@ def _train_by_windows(
 ) -> Iterator[float]:
     """Train ``model`` by local steps, and yield the mean loss of each iteration after its window."""
     pipeline = config.pipeline
-    assert (pipeline.warmup_iterations, pipeline.fragments, pipeline.average_state) == (0, 1, False), "not simulated"
+    assert (pipeline.warmup_iterations, pipeline.average_state) == (0, False), "not simulated"
     optimizers = [build_optimizer(config.optimization, model) for _ in range(world_size)]
     schedules = [build_schedule(config.optimization, optimizer, iterations) for optimizer in optimizers]
     ranks = SimulatedLocalSteps(
         model,
         optimizers,
+        local_steps=pipeline.local_steps,
         outer=pipeline.outer or "average",
         outer_lr=pipeline.outer_lr,
         outer_momentum=pipeline.outer_momentum,
         moving_rate=pipeline.moving_rate,
         width=pipeline.width,
         codec=config.compression.codec,
+        fragments=pipeline.fragments,
     )
 
     def set_lr(rank: int, iteration: int) -> None:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from pipesgd.codecs.base import Codec, mixed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.flat_buffer import FlatBuffer, pack_gradients, take_mean
+from pipesgd.flat_buffer import BucketedBuffer, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate, trainable_parameters
+from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.local_steps import Elastic, OwnMovement, moving_rate_of, outer_optimizer
 from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _InFlight:
-    mean: FlatBuffer
+    mean: BucketedBuffer
     unapplied: list[Unapplied]
     """Gradients not yet applied, by rank."""
 
@@ -45,6 +46,7 @@ class _Exchange:
     Args:
         optimizer: the optimizer that updates them, among others.
         parameters: the parameters, all of one dtype.
+        fragments: numbers of the parameters of each part of them; the parts are exchanged in turns.
         world_size: number of ranks.
         options: codec of the ring.
         delay: arguments of ``DelayedUpdate``.
@@ -54,20 +56,25 @@ class _Exchange:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[Tensor],
+        fragments: Sequence[Sequence[int]],
         world_size: int,
         options: CodecOptions,
         **delay: Any,
     ):
         self.parameters = parameters
+        self.fragments = fragments
+        self.turn = 0
+        """Number of the fragment that is exchanged next."""
         self._world_size = world_size
         # Shared by all ranks. Each rank's own state, how well it agrees and what it missed, is in its Agreement.
         self.updates = DelayedUpdate(optimizer, parameters, **delay)
         self._agreements = [Agreement() for _ in range(world_size)]
         self._in_flight: deque[_InFlight] = deque()
         self._outgoing: list[Unapplied] = []
-        self._flats = [FlatBuffer(parameters) for _ in range(world_size)]
-        assert len(self._flats[0].flats) == 1
-        self._ring = Ring(make_codec(options), [flat.flats[0] for flat in self._flats], options.gives_back)
+        self._buffers = [BucketedBuffer(parameters, fragments) for _ in range(world_size)]
+        assert len(self._buffers[0].flats) == len(fragments)
+        of_fragments = zip(*(buffer.flats for buffer in self._buffers), strict=True)
+        self._rings = [Ring(make_codec(options), flats, options.gives_back) for flats in of_fragments]
 
     def predict(self, rank: int) -> None:
         """Let the parameters hold the weights that this rank expects."""
@@ -75,13 +82,15 @@ class _Exchange:
 
     def hand_over(self, rank: int) -> None:
         """Take this rank's gradients out of ``.grad``."""
-        self._outgoing.append(self.updates.hand_over(pack_gradients(self.parameters, self._flats[rank])))
+        self._outgoing.append(self.updates.hand_over(pack_gradients(self.parameters, self._buffers[rank])))
 
     def sum(self) -> None:
-        """Take the mean of what all ranks have handed over."""
-        mean = FlatBuffer(self.parameters)
-        self._ring.sum_into(mean.flats[0])
-        take_mean(mean.flats[0], self._world_size)
+        """Take the mean of what all ranks have handed over of the fragment whose turn it is."""
+        mean = BucketedBuffer(self.parameters, self.fragments)
+        flat = mean.flats[self.turn]
+        self._rings[self.turn].sum_into(flat)
+        take_mean(flat, self._world_size)
+        self.turn = (self.turn + 1) % len(self.fragments)
         self._in_flight.append(_InFlight(mean, self._outgoing))
         self._outgoing = []
 
@@ -90,7 +99,7 @@ class _Exchange:
         while len(self._in_flight) > remaining:
             gradient = self._in_flight.popleft()
             mean, norm = gradient.mean.views, None
-            if self.updates.wants_norms:
+            if self.updates.wants_norms:  # windows have no guard, and gradients no fragments
                 norm = torch.linalg.vector_norm(gradient.mean.flats[0], dtype=torch.float64).item()
             guessed = [
                 Guessed(unapplied, self.updates.compare(mean, unapplied), agreement)
@@ -108,6 +117,8 @@ class SimulatedRanks:
         world_size: number of ranks.
         width, warmup_iterations, prediction, guard, clip_norm, clip_value: as in ``Pipelined``.
         codec: name of a codec that rounds to nearest.
+        fragments: parts of the parameters, about equal in size, of which an iteration exchanges one, in turns. No other
+            parameter may have a gradient then.
         fresh: parameters, by their ids, whose gradients are not late at any width; without clipping by norm, which
             needs all gradients at once. They are exchanged on their own and updated after the late ones.
     """
@@ -125,6 +136,7 @@ class SimulatedRanks:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         codec: str = "fp32",
+        fragments: int = 1,
         fresh: Collection[int] = (),
     ):
         options = CodecOptions(codec=codec)
@@ -141,6 +153,7 @@ class SimulatedRanks:
             _Exchange(
                 optimizer,
                 own,
+                bucket_indices(model, own, str(fragments)),
                 world_size,
                 options,
                 width=own_width,
@@ -210,6 +223,7 @@ class SimulatedLocalSteps(SimulatedRanks):
     Args:
         model: the module whose parameters all ``optimizers`` update, all of one dtype.
         optimizers: the own optimizer of each rank.
+        local_steps: iterations of a window.
         outer, outer_lr, outer_momentum, moving_rate, width, clip_norm, clip_value: as in ``LocalSteps``.
         options: other arguments of ``SimulatedRanks``.
     """
@@ -219,6 +233,7 @@ class SimulatedLocalSteps(SimulatedRanks):
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
+        local_steps: int,
         outer: str = "average",
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
@@ -243,6 +258,9 @@ class SimulatedLocalSteps(SimulatedRanks):
         self._inner = [
             SynchronousUpdate(optimizer, clip=clip, scaler=None, on_nonfinite="stop") for optimizer in optimizers
         ]
+        self._local_steps = local_steps
+        self._due = 0
+        """Number of fragments that ``flush`` exchanges."""
         updates = self._exchanges[0].updates  # there is one exchange
         self._windows = [Window(parameters, lambda: updates.weights, pull) for _ in optimizers]
 
@@ -252,7 +270,7 @@ class SimulatedLocalSteps(SimulatedRanks):
         batches: Sequence[Sequence[Any]],
         before: Callable[[int, int], None] = lambda rank, iteration: None,
     ) -> list[list[float]]:
-        """Run a window on ``batches``, by iteration and rank; return the losses likewise.
+        """Run a window on ``batches``, by iteration and rank; return the losses likewise. Only the last may be shorter.
 
         ``before`` is called with rank and iteration before each update, to set the learning rate.
         """
@@ -266,10 +284,31 @@ class SimulatedLocalSteps(SimulatedRanks):
                 losses.append(loss.item())
                 before(rank, iteration)
                 window.step(functools.partial(self._inner[rank].apply, iteration))
-            window.end(range(len(self._exchanges[0].parameters)))
+            window.end(self._exchanged)
             return losses
 
+        fragments = len(self._exchanges[0].fragments)
+        if fragments > 1:  # real ranks exchange a shorter window when they flush, which this has begun
+            self._due = fragments if len(batches) == self._local_steps else fragments - 1
         return [list(of_ranks) for of_ranks in zip(*self._exchange(compute, iterations=len(batches)), strict=True)]
+
+    def flush(self) -> None:
+        """Exchange what has moved since the turn of its fragment, and do what ``SimulatedRanks.flush`` does."""
+
+        def compute(rank: int) -> None:
+            self._windows[rank].begin()
+            self._windows[rank].end(self._exchanged)
+
+        while self._due > 0:
+            self._due -= 1
+            self._exchange(compute, iterations=0)
+        super().flush()
+
+    @property
+    def _exchanged(self) -> Sequence[int]:
+        """Numbers of the parameters that are exchanged next."""
+        [exchange] = self._exchanges
+        return exchange.fragments[exchange.turn]
 
 
 class Ring:

@@ -17,6 +17,7 @@ from experiments.local_steps_accuracy import (
     LOCAL_STEPS,
     MULTIPLES,
     STEPS,
+    STREAMING,
     SYNCHRONOUS,
     TRAINED,
     Planned,
@@ -40,10 +41,14 @@ ACCURACIES = {
     (LOCAL_STEPS, 8, 2, "fp32"): (0.878, 0.878),
     (LOCAL_STEPS, 8, 1, "int4"): (0.870, 0.870),
     (LOCAL_STEPS, 8, 2, "int4"): (0.878, 0.875),
+    (STREAMING, 8, 2, "fp32"): (0.881, 0.877),
+    (STREAMING, 8, 2, "int4"): (0.880, 0.876),
     (LOCAL_STEPS, 32, 1, "fp32"): (0.86, 0.86),
     (LOCAL_STEPS, 32, 2, "fp32"): (0.80, 0.80),
     (LOCAL_STEPS, 32, 1, "int4"): (0.86, 0.86),
     (LOCAL_STEPS, 32, 2, "int4"): (0.80, 0.80),
+    (STREAMING, 32, 2, "fp32"): (0.85, 0.85),
+    (STREAMING, 32, 2, "int4"): (0.85, 0.85),
     (DILOCO, 8, 1, "fp32"): (0.5, None),
     (DILOCO, 32, 1, "fp32"): (0.7, 0.7),
 }
@@ -74,14 +79,16 @@ def cells(rows: Sequence[Row]) -> dict[tuple[str, int, int, str], Row]:
 
 def test_every_run_is_one_that_pipesgd_makes_and_all_see_the_same_samples() -> None:
     planned = plan(TRAINED, STEPS, 2)
-    assert len({one.words for one in planned}) == len(planned) == 2 * 3 * (1 + 4 * (len(MULTIPLES) + 4 + 1))
-    for one in planned[::7]:  # every way to train, as 7 and their number have no common divisor
+    assert len({one.words for one in planned}) == len(planned) == 2 * 3 * (1 + 4 * (len(MULTIPLES) + 4 + 2 + 1))
+    for one in planned[::9]:  # every way to train, as 9 and their number have no common divisor
         config, iterations = parse_training(one.words.split()), WORKLOADS[one.workload].iterations
         pipeline, way = config.pipeline, one.way
         assert (pipeline.width, config.compression.codec) == (way.width, way.codec)
         assert (config.optimization.lr, config.optimization.seed) == (one.lr, one.seed)
         assert pipeline.outer == ("nesterov" if way.method == DILOCO else None)
-        assert pipeline.local_steps == (way.local_steps if way.method in (LOCAL_STEPS, DILOCO) else 1)
+        between = way.local_steps if way.method in (LOCAL_STEPS, STREAMING, DILOCO) else 1
+        assert pipeline.local_steps * pipeline.fragments == between
+        assert (pipeline.fragments > 1) == (way.method == STREAMING)
         assert config.optimization.accumulation == (way.local_steps if way.method == ACCUMULATION else 1)
         updates, batches = config.optimization.iterations, config.optimization.accumulation
         assert updates is not None
@@ -93,6 +100,7 @@ def test_every_run_is_one_that_pipesgd_makes_and_all_see_the_same_samples() -> N
     [
         ("--local-steps 3 --width 2 --codec int4 --optimizer adamw --lr 0.01", 1e-6),
         ("--local-steps 4 --width 1 --codec int4 --lr 0.1", 1e-6),
+        ("--local-steps 3 --width 2 --fragments 3 --codec int4 --lr 0.1", 1e-6),
         ("--local-steps 2 --width 1 --outer nesterov --lr 0.05", 1e-6),
         ("--width 1 --accumulation 2 --lr 0.1", 1e-4),  # the simulation has no micro-batches, but their sum
     ],
@@ -123,7 +131,12 @@ def test_widths_and_codecs_are_judged_by_what_they_cost_up_to_eight_local_steps(
     assert coded["target"] == "MISSED"
     assert late["accuracy_to_sync_points"] == pytest.approx(-0.7)
     judged = {cell for cell, row in found.items() if row["target"]}
-    assert judged == {(LOCAL_STEPS, 8, 2, codec) for codec in ("fp32", "int4")}
+    assert judged == {(method, 8, 2, codec) for method in (LOCAL_STEPS, STREAMING) for codec in ("fp32", "int4")}
+    streamed, both = found[STREAMING, 8, 2, "fp32"], found[STREAMING, 8, 2, "int4"]
+    assert (streamed["accuracy_to_base_points"], both["accuracy_to_base_points"]) == (
+        pytest.approx(-0.2),
+        pytest.approx(-0.1),
+    )
     assert found[LOCAL_STEPS, 32, 2, "fp32"]["accuracy_to_base_points"] == pytest.approx(-6)
     assert found[LOCAL_STEPS, 8, 1, "int4"]["accuracy_to_base_points"] == pytest.approx(-1.1)
     assert found[SYNCHRONOUS, 1, 1, "fp32"]["cost_of"] == ""
@@ -172,8 +185,8 @@ def test_the_figure_has_a_line_for_each_way_to_train() -> None:
     assert lines["DiLoCo"] == [[32, pytest.approx(70)]]
     assert [text.get_text() for text in axes.texts] == ["DiLoCo diverges at H = 8"]
     assert [y for _, y in lines["synchronous"]] == [pytest.approx(88.5)] * 2
-    names = {"synchronous", "accumulation", "DiLoCo", "width 1", "width 2", "width 1, int4", "width 2, int4"}
-    assert set(lines) == names
+    widths = {"width 1", "width 2", "width 1, int4", "width 2, int4", "width 2, streaming", "width 2, streaming, int4"}
+    assert set(lines) == {"synchronous", "accumulation", "DiLoCo", *widths}
 
 
 # ---- Command
@@ -202,9 +215,9 @@ def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
     assert "Warning" not in done.stderr
     assert "width 2, int4" in done.stdout
     done = run_module(*words, "4", "--finished")
-    assert "9 of 17 runs are there" in done.stdout
+    assert "11 of 21 runs are there" in done.stdout
     table = load(tmp_path / "local_steps_accuracy.csv")
-    assert (len(table), {row["seed"] for row in table}) == (9, {0})
+    assert (len(table), {row["seed"] for row in table}) == (11, {0})
     summary = load(tmp_path / "local_steps_accuracy_summary.csv")
     late = [row["target"] for row in summary if row["method"] == LOCAL_STEPS and row["width"] == 2]
     assert len(late) == 2

@@ -101,10 +101,14 @@ WINDOWS: list[dict[str, Any]] = [
     {"width": 2, "codec": "int4", "clip_norm": 0.5},
     {"width": 1, "outer": "nesterov"},
     {"width": 3, "outer": "nesterov"},
+    {"width": 1, "fragments": 2},
+    {"width": 2, "fragments": 3, "codec": "int4"},
+    {"width": 2, "fragments": 3, "codec": "int4", "local_steps": 3},
     {"width": 1, "outer": "elastic"},
     {"width": 2, "outer": "elastic", "moving_rate": 0.1, "codec": "int8"},
 ]
 STEPS = 2
+"""Iterations of a window, unless a case has others; the last window is shorter."""
 
 
 def _train_by_windows(ranks: Ranks) -> list[tuple[list[float], dict[str, Tensor]]]:
@@ -112,7 +116,7 @@ def _train_by_windows(ranks: Ranks) -> list[tuple[list[float], dict[str, Tensor]
     for case in WINDOWS:
         model = _model()
         losses = []
-        with LocalSteps(model, _optimizer(model), local_steps=STEPS, ranks=ranks, **case) as strategy:
+        with LocalSteps(model, _optimizer(model), ranks=ranks, **{"local_steps": STEPS} | case) as strategy:
             for batch in _batches(ranks.rank):
                 loss = classify(model, batch)
                 loss.backward()
@@ -127,11 +131,12 @@ def test_simulated_windows_are_real_ones_bit_for_bit() -> None:
     for index, case in enumerate(WINDOWS):
         model = _model()
         optimizers = [_optimizer(model) for _ in range(4)]
+        case = {"local_steps": STEPS} | case
         simulated = SimulatedLocalSteps(model, optimizers, **case)
         of_ranks = list(zip(*map(_batches, range(4)), strict=True))
         losses = []
-        for start in range(0, ITERATIONS, STEPS):
-            losses += simulated.run_window(classify, of_ranks[start : start + STEPS])
+        for start in range(0, ITERATIONS, case["local_steps"]):
+            losses += simulated.run_window(classify, of_ranks[start : start + case["local_steps"]])
         simulated.flush()
         for rank, of_rank in enumerate(real):
             own, weights = of_rank[index]
