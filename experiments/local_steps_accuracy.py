@@ -56,8 +56,8 @@ MULTIPLES = (1.0, 2.0, 4.0)
 JUDGED_UP_TO = 8
 """Most iterations between two exchanges of a weight with a target."""
 MOST_LOST = {"width": (0.3, 1.0), "codec": (0.1, 1 / 3)}
-"""Most that width 2 may lose to width 1, and int4 to fp32 at width 2, with as many iterations between two exchanges of a
-weight: points of the accuracy's mean over seeds, or percent of that of the loss, where that is judged, as much for a
+"""Most that width 2 may lose to width 1, and int4 to fp32 at width 2, with as many iterations between two exchanges of
+a weight: points of the accuracy's mean over seeds, or percent of that of the loss, where that is judged, as much for a
 point."""
 
 
