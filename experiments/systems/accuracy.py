@@ -41,7 +41,7 @@ from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 EVALUATIONS = 24
 """Most evaluations of a run, between two of which the crossing of a target is interpolated."""
 SIMULATED_FIELDS = (
-    *("width", "prediction", "local_steps"),
+    *("width", "prediction", "local_steps", "fragments"),
     *("outer", "outer_lr", "outer_momentum", "moving_rate"),
 )
 """Options of the pipeline that the simulation knows; all others must have their defaults."""

@@ -101,14 +101,14 @@ WINDOWS: list[dict[str, Any]] = [
     {"width": 2, "codec": "int4", "clip_norm": 0.5},
     {"width": 1, "outer": "nesterov"},
     {"width": 3, "outer": "nesterov"},
-    {"width": 1, "fragments": 2},
+    {"width": 2, "fragments": 4, "local_steps": 1},
     {"width": 2, "fragments": 3, "codec": "int4"},
     {"width": 2, "fragments": 3, "codec": "int4", "local_steps": 3},
     {"width": 1, "outer": "elastic"},
     {"width": 2, "outer": "elastic", "moving_rate": 0.1, "codec": "int8"},
 ]
 STEPS = 2
-"""Iterations of a window, unless a case has others; the last window is shorter."""
+"""Iterations of a window, unless a case has others; the last window of 9 iterations is shorter."""
 
 
 def _train_by_windows(ranks: Ranks) -> list[tuple[list[float], dict[str, Tensor]]]:
