@@ -22,9 +22,10 @@ from rich.console import Console
 from experiments import command
 from experiments.results import Row, save
 from pipesgd.ranks import Ranks
-from timing_model.alternatives import MOST_LOCAL_STEPS, hiding_steps
+from timing_model.alternatives import hiding_steps
 from timing_model.choices import Space
 from timing_model.cluster_profile import Profile
+from timing_model.fragments import MOST_LOCAL_STEPS
 from timing_model.job import Job
 from timing_model.measured import LinkProfile
 from timing_model.options import NOTHING, computation_of

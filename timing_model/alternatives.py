@@ -15,6 +15,7 @@ from timing_model.advice import training_arguments
 from timing_model.choices import Choice, Space, all_codecs
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import HIDDEN, costs_of, iteration_time, times_of
+from timing_model.fragments import MOST_LOCAL_STEPS, hiding_windows, in_windows
 from timing_model.iteration import IterationTime
 from timing_model.job import LARGEST_WORLD, Job
 from timing_model.memory import fits
@@ -32,14 +33,14 @@ FURTHEST = 8
 MANY = 10
 """Ratio from which on decimals say nothing."""
 
-MOST_LOCAL_STEPS = 500
-"""Longest window of local steps that is considered; nobody reports a use of longer ones."""
 LEAST_WINDOWS = 20
-"""Fewest windows of a job in which ranks still train together."""
-LOCAL_STEPS_COST = {4: 0.7, 8: 0.8, 32: 2.0}
-"""Accuracy that width 2 lost to synchronous training on average, in percentage points, rounded up, by the window's
-length: an MLP on Fashion-MNIST, four simulated ranks, SGD, two or three seeds. These are first figures, not yet results
-(``experiments/LOG.md``, 2026-11-25)."""
+"""Fewest exchanges of a weight in a job in which ranks still train together."""
+FRAGMENTS = 4
+"""Number of fragments that is considered with local steps, besides whole weights."""
+LOCAL_STEPS_COSTS = {1: {4: 0.7, 8: 0.8, 32: 2.0}, FRAGMENTS: {4: 0.3, 8: 0.7, 32: 1.8}}
+"""Accuracy that width 2 lost to synchronous training on average, in percentage points, rounded up, by the number of
+fragments and that of iterations between two exchanges of a weight: an MLP on Fashion-MNIST, four simulated ranks, SGD,
+one to three seeds. These are first figures, not yet results (``experiments/LOG.md``, 2026-11-25 and 26)."""
 COARSER, COARSER_COST = "ternary", 0.1
 """Codec of 2 bits, and the most that it was measured to cost in accuracy on average, in percentage points, rounded up:
 MLP and convnet on Fashion-MNIST, four ranks, three seeds, width 1 (``experiments/results/codec_accuracy``)."""
@@ -98,14 +99,61 @@ def _with_local_steps(job: Job, steps: int) -> Job:
     return dataclasses.replace(job, width=2, accumulation=1, buckets="1", local_steps=steps)
 
 
-def local_steps_cost(steps: int) -> float | None:
-    """Return the accuracy that windows of this length cost on average, in percentage points, by the first figures of
-    windows that are as long or longer; None if there are none.
+def local_steps_cost(between: int, fragments: int) -> float | None:
+    """Return the accuracy that local steps cost on average, in percentage points, with this number of iterations
+    ``between`` two exchanges of a weight, by the first figures of as many or more; None if there are none.
 
-    >>> [local_steps_cost(steps) for steps in (2, 8, 9, 100)]
+    >>> [local_steps_cost(between, 1) for between in (2, 8, 9, 100)]
     [0.7, 0.8, 2.0, None]
     """
-    return next((cost for most, cost in LOCAL_STEPS_COST.items() if steps <= most), None)
+    return next((cost for most, cost in LOCAL_STEPS_COSTS[fragments].items() if between <= most), None)
+
+
+class _Windows(NamedTuple):
+    """Local steps that hide the communication."""
+
+    job: Job
+    """Job whose exchanges are those of the largest fragment."""
+    fragments: int
+
+    @property
+    def between(self) -> int:
+        """Number of iterations between two exchanges of a weight."""
+        return self.job.local_steps * self.fragments
+
+    @property
+    def meetings(self) -> int | None:
+        """Number of exchanges of a weight in the job; None if its length is not known."""
+        iterations = self.job.job_iterations
+        return None if iterations is None else math.ceil(iterations / self.between)
+
+    @property
+    def meet_rarely(self) -> bool:
+        """True if ranks hardly train together."""
+        return self.meetings is not None and self.meetings < LEAST_WINDOWS
+
+    @property
+    def cost(self) -> float | None:
+        """Accuracy that it costs, in percentage points; None if that is not known."""
+        return local_steps_cost(self.between, self.fragments)
+
+    @property
+    def options(self) -> str:
+        """Options of ``pipesgd.train`` that run it."""
+        return training_arguments(self.job) + (f" --fragments {self.fragments}" if self.fragments > 1 else "")
+
+
+def _hiding_windows(choice: Choice) -> list[_Windows]:
+    """Return the fewest local steps that hide the communication of ``choice``: of whole weights, and by fragments."""
+    found, base = [], _with_local_steps(choice.job, 1)
+    if (steps := hiding_steps(choice)) is not None:
+        found.append(_Windows(_with_local_steps(choice.job, steps), 1))
+    # Codecs that gather compress a movement as a whole.
+    if len(base.compute.tensors) >= FRAGMENTS and not base.gathered:
+        steps = hiding_windows(base, FRAGMENTS)
+        if steps is not None:
+            found.append(_Windows(in_windows(base, steps, FRAGMENTS), FRAGMENTS))
+    return found
 
 
 def epochs(job: Job, space: Space, extrapolate: bool = False) -> list[Epoch]:
@@ -238,27 +286,26 @@ def _local_steps(found: Plan, space: Space) -> str | None:
     coarser = _coarser(choice, space)
     if coarser is not None and not _waits(iteration_time(coarser, costs_of(coarser))[0]):
         return None
-    steps = hiding_steps(choice)
-    if steps is None:
+    hiding = _hiding_windows(choice)
+    if not hiding:
         return f"Local steps are senseless here: --local-steps {MOST_LOCAL_STEPS} would not hide the communication."
-    job = _with_local_steps(choice.job, steps)
-    option, iterations = training_arguments(job), job.job_iterations
-    if iterations is not None and iterations < LEAST_WINDOWS * steps:
+    windows = min(hiding, key=lambda one: (one.meet_rarely, math.inf if one.cost is None else one.cost, one.between))
+    if windows.meet_rarely:
         return (
-            f"Local steps are senseless here: {option} would hide the communication, but in this job the ranks would "
-            f"meet only {math.ceil(iterations / steps)} times."
+            f"Local steps are senseless here: {windows.options} would hide the communication, but in this job the "
+            f"ranks would exchange a weight only {windows.meetings} times."
         )
     before = found.best.iteration.total / found.best.job.accumulation
-    gain = before / iteration_time(job, costs_of(job))[0].total
+    gain = before / iteration_time(windows.job, costs_of(windows.job))[0].total
     if gain < 1 + WORTH:
         return None
-    cost = local_steps_cost(steps)
-    if cost is None:
-        price = f"the price of more than {max(LOCAL_STEPS_COST)} local steps was not measured"
+    if windows.cost is None:
+        most = max(LOCAL_STEPS_COSTS[windows.fragments])
+        price = f"the price of more than {most} iterations between two exchanges of a weight was not measured"
     else:
-        price = f"the price was {cost:.1f} points of accuracy on average"
+        price = f"the price was {windows.cost:.1f} points of accuracy on average"
         price += " in first figures, not yet results (experiments/LOG.md)"
-    return f"{option} would hide the communication, with {gain:.1f} times as many samples a second; {price}."
+    return f"{windows.options} would hide the communication, with {gain:.1f} times as many samples a second; {price}."
 
 
 def _more_ranks(job: Job, space: Space, extrapolate: bool) -> str | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from timing_model.alternatives import MOST_LOCAL_STEPS
 from timing_model.buckets import Cut
 from timing_model.costs import costs_of, iteration_time
 from timing_model.job import Job
+
+MOST_LOCAL_STEPS = 500
+"""Longest window of local steps that is considered; nobody reports a use of longer ones."""
 
 
 def in_windows(job: Job, local_steps: int, fragments: int) -> Job:
@@ -40,12 +42,14 @@ def hiding_fragments(job: Job, local_steps: int) -> int | None:
     return None
 
 
-def hiding_windows(job: Job) -> int | None:
-    """Return the fewest local steps of a window that hides the exchange of the largest parameter; None if they are
-    above ``MOST_LOCAL_STEPS``."""
-    each = len(job.compute.tensors)
+def hiding_windows(job: Job, fragments: int) -> int | None:
+    """Return the fewest local steps of a window that hides the exchange of the largest of the ``fragments``, in a
+    pipeline; None if they are above ``MOST_LOCAL_STEPS``.
+
+    Raises ``ValueError`` if there are fewer parameters than fragments.
+    """
     steps = range(1, MOST_LOCAL_STEPS + 1)
-    return next((one for one in steps if _hides(in_windows(job, one, each))), None)
+    return next((one for one in steps if _hides(in_windows(job, one, fragments))), None)
 
 
 def _hides(windows: Job) -> bool:

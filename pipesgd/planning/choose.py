@@ -18,10 +18,9 @@ from pipesgd.pipeline_config import rate_of
 from pipesgd.planning.audition import Audition
 from pipesgd.planning.planned import Planned, choices_of
 from timing_model.advice import advice, reason, training_arguments
-from timing_model.alternatives import MOST_LOCAL_STEPS
 from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simplicity
 from timing_model.cluster_profile import UNCOMPRESSED, ComputeProfile, Profile
-from timing_model.fragments import hiding_fragments, hiding_windows, in_windows
+from timing_model.fragments import MOST_LOCAL_STEPS, hiding_fragments, hiding_windows, in_windows
 from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
 from timing_model.params import Parts
 from timing_model.plan import Plan, plan
@@ -196,7 +195,7 @@ def fewest_fragments(job: Job, steps: int) -> int:
     found = hiding_fragments(job, steps)
     if found is not None:
         return found
-    least = hiding_windows(job)
+    least = hiding_windows(job, len(job.compute.tensors))
     if least is None:
         raise UserInputError(
             f"fragments must be given where not even {max(steps, MOST_LOCAL_STEPS)} local steps hide the exchange of "

@@ -21,10 +21,13 @@ NUMEL = 1_000_000
 SPACE = Space(codecs=("fp32",), all_reduces=("ring",), segments=(1 << 30,), strategies=("pipelined",))
 
 
-def job_of(ratio: float, *, alpha: float = 0.0, **options: Any) -> Job:
-    """Return a job on 4 ranks whose fp32 ring takes ``ratio`` times as long as its computation of 1 s."""
+def job_of(ratio: float, *, alpha: float = 0.0, tensors: tuple[int, ...] = (NUMEL,), **options: Any) -> Job:
+    """Return a job on 4 ranks whose fp32 ring takes ``ratio`` times as long as its computation of 1 s.
+
+    ``tensors`` have ``NUMEL`` values together.
+    """
     link = LinkParams(alpha=alpha, beta=ratio / (2 * 3 / 4 * 4 * NUMEL), gamma=0.0, sync=0.0)
-    work = compute(1.0, NUMEL, batch_size=10, samples=400_000)
+    work = dataclasses.replace(compute(1.0, NUMEL, batch_size=10, samples=400_000), tensors=tensors)
     return Job(cluster=by_hand(link), compute=work, **{"world_size": 4} | options)
 
 

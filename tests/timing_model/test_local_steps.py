@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.timing_model._profiles import MLP, about, ask
-from tests.timing_model.test_alternatives import SPACE, job_of
+from tests.timing_model.test_alternatives import NUMEL, SPACE, job_of
 from tests.timing_model.test_iteration import NOISES, SECONDS, TIMES, collectives, compute_times
 from timing_model import (
     CollectiveTime,
@@ -23,8 +23,9 @@ from timing_model import (
     simulate_iterations,
 )
 from timing_model.advice import describe, training_arguments
-from timing_model.alternatives import COARSER, MOST_LOCAL_STEPS, alternatives, hiding_steps
+from timing_model.alternatives import COARSER, FRAGMENTS, alternatives, hiding_steps
 from timing_model.cli import main
+from timing_model.fragments import MOST_LOCAL_STEPS, in_windows
 from timing_model.iteration import job_time, local_steps_iteration_time
 from timing_model.plan import plan
 from timing_model.predict import predict
@@ -198,7 +199,24 @@ def test_local_steps_are_mentioned_where_no_codec_hides_with_what_they_cost() ->
     assert said_of_local_steps(10.0) == [], "the coarser codec hides"
     assert said_of_local_steps(0.9) == [], "nothing is exposed"
     [said] = said_of_local_steps(40.0)
-    assert said.endswith("; the price of more than 32 local steps was not measured.")
+    assert said.endswith("; the price of more than 32 iterations between two exchanges of a weight was not measured.")
+
+
+def test_fragments_are_mentioned_where_they_hide_at_a_lower_price() -> None:
+    """Four parameters alike: of 20.5 s, the exchange of each takes 5.125."""
+    [said] = said_of_local_steps(20.5, tensors=(NUMEL // 4,) * 4)
+    assert said.startswith(
+        "--width 2 --local-steps 6 --codec fp32 --all-reduce ring --segment-bytes 1073741824 --fragments 4 would hide "
+        "the communication, with 20.5 times as many samples a second; the price was 1.8 points of accuracy"
+    )
+    job = job_of(20.5, width=2, segment_bytes=1 << 30, tensors=(NUMEL // 4,) * 4)
+    for steps, seconds in ((5, 5.125 / 5), (6, 1.0)):
+        assert simulate_job(in_windows(job, steps, FRAGMENTS)).period == pytest.approx(seconds)
+    [said] = said_of_local_steps(20.5, tensors=(NUMEL // 4,) * 4, iterations=455)
+    assert "--local-steps 21 " in said, "by fragments, a weight would be exchanged 19 times"
+    [said] = said_of_local_steps(20.5, tensors=(NUMEL - 3, 1, 1, 1))
+    assert "--local-steps 21 " in said, "by fragments, 84 iterations would be between two exchanges of a weight"
+    assert "--fragments" not in said
 
 
 @pytest.mark.parametrize(("ratio", "mentioned"), [(20.5, True), (18.0, False)])
@@ -223,9 +241,9 @@ def test_what_is_mentioned_comes_with_all_its_options(ratio: float) -> None:
 def test_they_are_called_senseless_where_they_are() -> None:
     [said] = said_of_local_steps(1e5)
     assert said == "Local steps are senseless here: --local-steps 500 would not hide the communication."
-    [said] = said_of_local_steps(20.5, iterations=400)
+    [said] = said_of_local_steps(20.5, iterations=398)
     assert said.startswith("Local steps are senseless here: --width 2 --local-steps 21 --codec fp32 ")
-    assert said.endswith(" would hide the communication, but in this job the ranks would meet only 20 times.")
+    assert said.endswith(" the communication, but in this job the ranks would exchange a weight only 19 times.")
 
 
 def test_a_coarser_codec_is_mentioned_with_its_price() -> None:
