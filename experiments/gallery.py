@@ -35,7 +35,7 @@ from experiments import (
     theano_mpi,
 )
 from experiments.results import REPOSITORY, RESULTS, Row, command_of, load
-from experiments.systems import __main__ as systems
+from experiments.systems import pictures as systems
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
@@ -90,7 +90,8 @@ DRAWN: dict[str, Draw] = {
     "local_steps_time": local_steps_time.draw,
     "paper_question": of_the_paper,
     "staleness": staleness_figure.draw,
-    "systems": systems.draw,
+    "systems": systems.draw_speedups,
+    systems.CONVERGENCE: systems.draw_curves,
     "theano_mpi": theano_mpi.draw,
     "time_to_accuracy_*": compared,
 }

@@ -1,6 +1,6 @@
 """All systems in one table, each by its own name: time of an iteration, bytes, memory, accuracy, time to accuracy.
 
-    python -m experiments.systems                        systems.csv, systems.png: all of them, about eight hours
+    python -m experiments.systems                        systems.csv, .png, systems_convergence.json, .png: eight hours
     python -m experiments.systems --finished             the same files, from what is finished
     python -m experiments.systems --only ddp pipesgd-int4 caffe-hogwild --output DIR
 
@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from experiments import command, simulated_runs
-from experiments.results import Panels, Row, grouped, save
-from experiments.systems import accuracy, table
+from experiments.results import Row, grouped, save
+from experiments.systems import accuracy, pictures, table
 from experiments.systems.catalogue import HOGWILD, NAME, NOT_HERE, systems
 from experiments.systems.times import finished_cells
 from experiments.systems.workloads import ACCELERATOR, NODES, QUICK, QUICK_ACCELERATOR, QUICK_NODES, WORKLOADS
@@ -52,8 +52,10 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     return arguments
 
 
-def compute(arguments: Namespace, console: Console) -> list[Row]:
-    """Return all rows; what is missing of them is measured and trained now, unless only finished ones are wanted.
+def compute(arguments: Namespace, console: Console) -> tuple[list[Row], list[Row]]:
+    """Return all rows, and those of the curves of some systems.
+
+    What is missing of them is measured and trained now, unless only finished ones are wanted.
 
     Raises:
         UserInputError: no testbed can be made here; or only finished rows are wanted, and there is none.
@@ -71,17 +73,14 @@ def compute(arguments: Namespace, console: Console) -> list[Row]:
     whole = {(workload, rate): cell for (workload, rate), cell in cells.items() if workload not in incomplete}
     if not whole:
         raise UserInputError("--finished must find the times and all trainings of a workload; there is none yet")
-    return table.rows_of(titles, whole, keys, curves)
-
-
-draw = Panels(by=("workload", "rate"), plot=table.plot, panel=(6.5, 5.5), abreast=2).save
-"""Function that writes the figure, with a panel for every workload and link."""
+    rows = table.rows_of(titles, whole, keys, curves)
+    return rows, pictures.curve_rows(rows, curves)
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    rows = compute(arguments, console)
+    rows, curves = compute(arguments, console)
     extra = {
         "accelerator": QUICK_ACCELERATOR if arguments.quick else ACCELERATOR,
         "workloads": {
@@ -93,7 +92,11 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         "time_to_target": "calculated: iterations to the target times the time of an iteration",
     }
     path = save(NAME, rows, extra=extra, folder=arguments.output)
-    draw(NAME, rows, arguments.output)
+    if any(row["times_as_fast_as_ddp"] is not None for row in rows):  # else DDP was left out
+        pictures.draw_speedups(NAME, rows, arguments.output)
+    if curves:  # else the systems that have one were
+        save(pictures.CONVERGENCE, curves, folder=arguments.output)
+        pictures.draw_curves(pictures.CONVERGENCE, curves, arguments.output)
     for (workload, rate), own in grouped(rows, "workload", "rate").items():
         table.show(own, f"{workload}, {rate}; emulated links and accelerators")
     not_here = (f"{name} is not here: {reason}" for name, reason in NOT_HERE.items())

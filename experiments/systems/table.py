@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from experiments.systems.accuracy import Curve
 from experiments.systems.catalogue import HOGWILD
 from experiments.systems.times import Cell
 from pipesgd.strategy import hidden_share
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BASELINE, REFERENCE = "ddp", "d-sync"
 """Systems that times, and accuracies, are compared with."""
@@ -147,22 +144,6 @@ def accuracy_of(curves: Sequence[Curve], target: float | None) -> Row:
         "iterations_to_target": median(reached) if reached and len(reached) == len(curves) else None,
         "not_reached": why,
     }
-
-
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw the iteration of every system on one workload and link: a bar, and a mark where it was predicted."""
-    places = range(len(rows))
-    middles = [1e3 * row["iteration_s"] for row in rows]
-    low = [1e3 * (row["iteration_s"] - row["iteration_lowest_s"]) for row in rows]
-    high = [1e3 * (row["iteration_highest_s"] - row["iteration_s"]) for row in rows]
-    axes.barh(places, middles, xerr=[low, high], capsize=2, label="measured; lowest and highest round")
-    known = [(place, 1e3 * row["predicted_s"]) for place, row in enumerate(rows) if row["predicted_s"] is not None]
-    axes.plot([x for _, x in known], [y for y, _ in known], "kx", label="predicted")
-    axes.set_yticks(places, [row["system"] for row in rows], fontsize="x-small")
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set(title=f"{rows[0]['workload']}, {rows[0]['rate']}", xlabel="time of an iteration (ms)")
-    axes.legend(fontsize="x-small")
-    return axes
 
 
 def show(rows: Sequence[Row], title: str) -> None:

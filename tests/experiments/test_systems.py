@@ -26,13 +26,13 @@ from experiments import footprint, validation_runs
 from experiments.kept_runs import KeptRuns
 from experiments.results import REPOSITORY, RESULTS, load
 from experiments.simulated_runs import Run, batches_of, loss_of, simulate
-from experiments.systems import accuracy, hogwild, table, times
+from experiments.systems import accuracy, hogwild, pictures, table, times
 from experiments.systems.__main__ import compute, main, parse
 from experiments.systems.accuracy import Curve, Trained, finished_curves, is_simulated, read_points
 from experiments.systems.catalogue import FOLDER, HOGWILD, NOT_HERE, WITHOUT_EFFECT, systems
 from experiments.systems.catalogue import load as load_system
 from experiments.systems.times import BLOCK, KEPT, Cell, Setting, block_of, finished_cells, measure, predicted
-from experiments.systems.workloads import QUICK, WORKLOADS
+from experiments.systems.workloads import QUICK, RATES, WORKLOADS
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig, differing_options
 from pipesgd.data import make_workload
@@ -370,12 +370,41 @@ def test_a_target_needs_synchronous_training() -> None:
     assert row["not_reached"].startswith("no target: ")
 
 
-def test_the_figure_has_a_bar_for_every_system_and_a_mark_for_every_prediction() -> None:
-    axes = table.plot(list(rows().values()), Figure().subplots())
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(TITLES)
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([250, 400, 100, 150, 80])
-    [marks] = [line for line in axes.get_lines() if line.get_label() == "predicted"]
-    assert marks.get_xydata().tolist() == [[pytest.approx(440), 1]]
+def test_the_picture_has_the_speed_of_every_system_that_was_compared_with_ddp_the_fastest_first(
+    tmp_path: Path,
+) -> None:
+    axes = pictures.plot_speedups(list(rows().values()), Figure().subplots())
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    # Synchronous training ends with 81 %, DDP with 80, and HogWild has no rounds with DDP.
+    assert pictures.draw_speedups("systems", list(rows().values()), tmp_path).stat().st_size > 0
+    assert labels == ["local  (-51.0)", "theano-easgd  (diverges)", "d-sync  (+0.0)", "ddp  (-1.0)"]
+    measured = [bar.lines[0].get_xydata().tolist() for bar in axes.containers]
+    assert measured == [[[pytest.approx(ratio), place]] for place, ratio in enumerate((4.0, 0.4 / 0.15, 2.0, 1.0))]
+    [predicted] = [line for line in axes.get_lines() if line.get_marker() == "x" and len(line.get_xydata())]
+    assert predicted.get_xydata().tolist() == [[pytest.approx(0.4 / 0.44), 3]]
+
+
+def test_curves_are_over_iterations_and_over_the_time_that_these_take_on_the_slow_link() -> None:
+    found = [row | {"rate": rate} for row in rows().values() for rate in RATES]
+    curves = pictures.curve_rows(found, CURVES)
+    assert {row["system"] for row in curves} == {"d-sync", "ddp"}, "the paper's and ours alone"
+    assert [row["panel"] for row in curves] == ["mlp"] * 4 + ["mlp, 200mbit"] * 4
+    axes = pictures.plot_curves(curves[:4], Figure().subplots())
+    lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert lines["D-Sync"] == [[100, pytest.approx(55)], [200, pytest.approx(74.5)], [300, pytest.approx(81)]]
+    assert axes.get_ylim() == (pytest.approx(0.75 * 81), pytest.approx(1.01 * 81))
+    axes = pictures.plot_curves(curves[4:], Figure().subplots())
+    lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert [x for x, _ in lines["D-Sync"]] == pytest.approx([25, 50, 75]), "0.25 s an iteration"
+    assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "calculated time of training (s)")
+
+
+def test_a_curve_whose_seeds_have_diverged_is_named_without_a_line() -> None:
+    diverged = CURVES | {("mlp", "ddp", 0): curve(failure="diverged in iteration 3")}
+    curves = pictures.curve_rows([row | {"rate": RATES[0]} for row in rows().values()], diverged)
+    axes = pictures.plot_curves(curves[:4], Figure().subplots())
+    [ddp] = [line for line in axes.get_lines() if line.get_label() == "ddp"]
+    assert len(ddp.get_xydata()) == 0
 
 
 # ---- HogWild
@@ -501,14 +530,16 @@ def test_some_systems_are_measured_trained_kept_and_written(
     assert found["d-sync"]["memory_bytes"] > 4 * values
     assert found["d-sync"]["predicted_s"] > 0
     assert (found["d-sync"]["trained_on"], found["pmls-ssp"]["trained_on"]) == ("simulated", "real")
-    assert (tmp_path / "systems.png").stat().st_size > 0
+    assert not (tmp_path / "systems.png").exists(), "without DDP there is no speed-up"
+    assert {row["system"] for row in load(tmp_path / "systems_convergence.json")} == {"d-sync"}
+    assert (tmp_path / "systems_convergence.png").stat().st_size > 0
     manifest = json.loads((tmp_path / "systems.manifest.json").read_text(encoding="utf-8"))
     assert manifest["not_here"] == NOT_HERE
     assert manifest["workloads"] == {"digits": f"{QUICK['digits'].trained} --iterations 20"}
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.runs.json")}
     assert len(kept) == 3
     for option in ([], ["--finished"]):
-        again = compute(parse([*words, *option], by_torchrun=False), console)
+        again, _ = compute(parse([*words, *option], by_torchrun=False), console)
         assert [row["system"] for row in again] == names
     assert capsys.readouterr().out.count("1 of 1 runs are there") == 5, "times twice, the simulated run all three times"
     for missing in (["--only", "ddp"], ["--seeds", "2"]):

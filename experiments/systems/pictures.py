@@ -1,0 +1,127 @@
+"""Pictures of the table: speed and accuracy of every system, and the convergence of the Pipe-SGD paper's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from experiments import figures
+from experiments.results import Panels, Row, grouped
+from experiments.style import BLACK, GREY, method_styles
+from experiments.systems.accuracy import Curve
+from experiments.systems.table import BASELINE, REFERENCE
+from experiments.systems.workloads import RATES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CONVERGENCE = "systems_convergence"
+"""Name of the curves."""
+SHOWN = {
+    "ps-sync": "ps-sync",
+    "d-sync": "D-Sync",
+    "ddp": "ddp",
+    "pipe-sgd": "pipelined",
+    "pipe-sgd-t": "pipelined, truncate16",
+    "pipe-sgd-q": "pipelined, int8",
+    "pipesgd-int4": "ours, int4",
+}
+"""Systems with a curve, the paper's, DDP and ours, by the names that have colours in other pictures, too."""
+TICKS = (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10)
+SHOWN_SHARE = 0.75
+"""Share of the best accuracy at which the axis of a curve begins."""
+
+
+def curve_rows(rows: Iterable[Row], curves: Mapping[tuple[str, str, int], Curve]) -> list[Row]:
+    """Return a row for every curve, first over iterations, and then over the time of these on the slowest link.
+
+    That time is calculated: iterations times the time of an iteration. ``rows`` are those of the table.
+    """
+    iteration_s = {(row["workload"], row["system"]): row["iteration_s"] for row in rows if row["rate"] == RATES[0]}
+    return [
+        {
+            "panel": f"{workload}, {RATES[0]}" if timed else workload,
+            "timed": timed,
+            "system": system,
+            "seed": seed,
+            "points": [[at * (seconds if timed else 1), accuracy] for at, accuracy in curve.points],
+        }
+        for timed in (False, True)
+        for (workload, system), seconds in iteration_s.items()
+        if system in SHOWN
+        for (of_workload, of_system, seed), curve in curves.items()
+        if (of_workload, of_system) == (workload, system)
+    ]
+
+
+def plot_curves(rows: list[Row], axes: Axes) -> Axes:
+    """Draw a panel of curves: the mean of the seeds, and the band between the lowest and the highest."""
+    looks = method_styles(list(SHOWN.values()))
+    best = 0.0
+    for system, own in grouped(rows, "system").items():
+        name = SHOWN[system]
+        shortest = min(len(row["points"]) for row in own)
+        points = np.array([row["points"][:shortest] for row in own], dtype=float).reshape(len(own), shortest, 2)
+        x, percent = points[:, :, 0].mean(axis=0), 100 * points[:, :, 1]
+        axes.plot(x, percent.mean(axis=0), label=name, markersize=2, **looks[name])
+        if shortest:  # else a seed has diverged
+            axes.fill_between(x, percent.min(axis=0), percent.max(axis=0), color=looks[name]["color"], alpha=0.15)
+            best = max(best, float(percent.mean(axis=0).max()))
+    timed = rows[0]["timed"]
+    if timed:
+        axes.set_xscale("log")
+    if best > 0:
+        axes.set_ylim(SHOWN_SHARE * best, 1.01 * best)
+    axes.set(
+        title=rows[0]["panel"],
+        xlabel="calculated time of training (s)" if timed else "iterations",
+        ylabel="test accuracy (%)",
+    )
+    figures.legend_below(axes, ncols=len(SHOWN))
+    return axes
+
+
+def plot_speedups(rows: list[Row], axes: Axes) -> Axes:
+    """Draw one workload and link, with DDP: how many times as fast as that each system is, measured and predicted.
+
+    The fastest is at the top. Next to its name is the difference of its accuracy from that of synchronous training.
+    """
+    of_system = {row["system"]: row for row in rows}
+    reference = of_system[REFERENCE]["accuracy_mean"] if REFERENCE in of_system else None
+    known = [row for row in rows if row["times_as_fast_as_ddp"] is not None]
+    known.sort(key=lambda row: -row["times_as_fast_as_ddp"])
+    for place, row in enumerate(known):
+        ratio = row["times_as_fast_as_ddp"]
+        ends = [[max(ratio - row["times_as_fast_as_ddp_low"], 0)], [max(row["times_as_fast_as_ddp_high"] - ratio, 0)]]
+        axes.errorbar([ratio], [place], xerr=ends, fmt="o", color=BLACK, markersize=3, capsize=2, linewidth=1)
+        if row["predicted_s"] is not None:
+            predicted = of_system[BASELINE]["iteration_s"] / row["predicted_s"]
+            axes.plot([predicted], [place], "x", color=GREY, markersize=5)
+    axes.axvline(1, color=BLACK, linewidth=0.8, linestyle=":")
+    axes.plot([], [], "o", color=BLACK, label="measured, with 95 % interval")
+    axes.plot([], [], "x", color=GREY, label="predicted")
+    axes.set_yticks(range(len(known)), [f"{row['system']}  {_difference(row, reference)}" for row in known])
+    axes.tick_params(axis="y", labelsize="x-small")
+    axes.set_ylim(len(known) - 0.5, -0.5)
+    axes.set_xscale("log")
+    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axes.set_xticks([], minor=True)
+    ratios = [row[f"times_as_fast_as_ddp{end}"] for row in known for end in ("_low", "_high")]
+    axes.set_xlim(0.85 * min(ratios), 1.2 * max(ratios))
+    axes.set(title=f"{rows[0]['workload']}, {rows[0]['rate']}", xlabel="times as fast as DDP")
+    figures.legend_below(axes, ncols=2)
+    return axes
+
+
+def _difference(row: Row, reference: float | None) -> str:
+    if row["accuracy_mean"] is None:
+        return "(diverges)"
+    return "" if reference is None else f"({100 * (row['accuracy_mean'] - reference):+.1f})"
+
+
+draw_curves = Panels(by=("panel",), plot=plot_curves, panel=(3.6, 3.2), abreast=4).save
+"""Function that writes the curves: a line of panels over iterations, and one over time."""
+draw_speedups = Panels(by=("workload", "rate"), plot=plot_speedups, panel=(4.6, 5.0), abreast=4).save
+"""Function that writes the speed-ups, with a panel for every workload and link."""
