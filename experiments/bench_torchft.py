@@ -34,7 +34,7 @@ from experiments.bench_accelerators import ACCELERATOR, ALONE, CLUSTER, DDP, WOR
 from experiments.loops import Loop, Piped, Plain, sgd
 from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, show_verdicts, summarize, verdicts
 from experiments.results import save
-from pipesgd.comm.address import network_address
+from pipesgd.comm.address import own_address
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.pipeline.local_steps import NESTEROV_LR, NESTEROV_MOMENTUM
 from pipesgd.ranks import Ranks
@@ -69,7 +69,7 @@ class Torchft:
         self.wire_bytes: int | None = None
         self._optimizer = sgd(model)
         self._iterations = 0
-        address = network_address().split()[0]
+        address = own_address().shown.split()[0]
         self._lighthouse: Any = None
         if ranks.rank == 0:
             self._lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=ranks.world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from experiments import lateness
+from experiments import lateness, local_steps_accuracy
 from experiments.markdown import table
 from experiments.results import RESULTS, Row, grouped, load
 from experiments.staleness_runs import BASELINE, METHODS, WORKLOADS
@@ -74,6 +74,25 @@ def late_layers() -> str:
             ]
         )
     return table(["", "cost if all are late", "may be late", "cost then"], lines)
+
+
+def local_steps() -> str:
+    """Return what local steps, weight streaming and others cost, by iterations between two exchanges of a weight."""
+    rows = [
+        row
+        for row in load(RESULTS / f"{local_steps_accuracy.NAME}_summary.csv")
+        if row["method"] != local_steps_accuracy.SYNCHRONOUS
+    ]
+    steps = sorted({row["local_steps"] for row in rows})
+    lines = []
+    for (workload, *way), own in grouped(rows, "workload", "method", "width", "codec").items():
+        by_loss = WORKLOADS[workload].judged_by_loss
+        name = local_steps_accuracy.label_of(*way)
+        cells = {
+            row["local_steps"]: "diverges" if row["diverged"] else change(row, by_loss=by_loss, digits=1) for row in own
+        }
+        lines.append([HEADLINES[workload][0], name, *(cells.get(one, "") for one in steps)])
+    return table(["", "change from synchronous training", *(f"H {one}" for one in steps)], lines)
 
 
 def _cost(row: Row) -> str:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from pipesgd.comm.address import Address, own_address, unreachable
 from pipesgd.config import DEFAULT_TIMEOUT, differing_options
 from pipesgd.errors import (
     CommunicationError,
@@ -85,6 +86,7 @@ class Ranks:
     _gathers: int = field(default=0, init=False)
     _process_groups: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
+    _addresses: list[str] = field(default_factory=list, init=False, repr=False)
     _first: dict[int, Ranks] = field(default_factory=dict, init=False, repr=False)
     _calls: BoundedStore = field(init=False, repr=False)
     _all_attempts: BoundedStore = field(init=False, repr=False)
@@ -349,6 +351,20 @@ class Ranks:
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to wait
             self._calls.set(f"spoken/{self.rank}", "")
 
+    def addresses(self) -> list[str]:
+        """Return the address at which each rank makes itself reachable, with its interface if known. Collective.
+
+        Raises:
+            UserInputError: a rank has an address that the others cannot reach, or was told an interface that it lacks.
+        """
+        if not self._addresses:
+            own = self.raise_together("network address", own_address)
+            found = [Address(*one) for one in self.all_gather_object("network address", own)]
+            if (wrong := unreachable(found)) is not None:
+                raise UserInputError.on_all_ranks(wrong)
+            self._addresses = [one.shown for one in found]
+        return self._addresses
+
     def start_process_group(self, device: str, timeout: float) -> None:
         """Start torch's default process group with this deadline for every operation. No such group may exist.
 
@@ -357,9 +373,11 @@ class Ranks:
         tensors on GPUs as well.
 
         Raises:
+            UserInputError: as ``addresses``.
             CommunicationError: not every rank could be reached.
         """
         self.timeout = timeout
+        self.addresses()
         if device == "cuda":
             torch.cuda.set_device(self.local_rank)
         try:

@@ -38,7 +38,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipesgd.cli import as_toml, parse
-from pipesgd.comm.address import network_address
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
 from pipesgd.data import DataSplits, ShardedBatches, find_loss
 from pipesgd.data.loading import Batches
@@ -62,7 +61,7 @@ from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
 from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.run.state import RunState
-from pipesgd.run.summary import Result, describe, summarize
+from pipesgd.run.summary import Result, describe, network_line, summarize
 from pipesgd.run.trace import Trace, loader
 from pipesgd.run.workload import agree_on_workload, check_exchange, load
 from pipesgd.strategies import make_pipeline, make_strategy, serve
@@ -159,6 +158,9 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     workers = ranks.raise_together("strategy", lambda: who_works(config, ranks))
     if config.pipeline.strategy == "pipelined":
         check_exchange(config, ranks)
+    network = ranks.addresses()  # before anything is loaded or written
+    if ranks.world_size > 1:
+        say(console, network_line(network))  # before the ranks connect, which fails if they cannot reach each other
     ranks.enter("loading of data and model")
     data, batches, model, device = ranks.raise_together("data and model", lambda: load(config, workers))
     samples = agree_on_workload(config, data, batches, model, ranks)
@@ -172,7 +174,6 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None)
     if known is not None and config.planning.auto:
         save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
-    network: list[str] = ranks.all_gather_object("network address", network_address())
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     model.to(device)
     optimization = chosen.optimization.for_ranks(workers.world_size)
@@ -291,7 +292,7 @@ class Run:
         )
         samples = self._stack.enter_context(contextlib.closing(job.batches.from_iteration(self.start, job.device)))
         if job.workers.rank == 0:
-            job.say(describe(config, ranks, job.model, job.network, total=job.iterations, start=self.start))
+            job.say(describe(config, ranks, job.model, total=job.iterations, start=self.start))
             self._recorders.append(self._stack.enter_context(MetricsWriter(job.folder, start=self.start)))
             bar = ProgressBar(job.console, total=job.iterations, start=self.start)
             self._recorders.append(self._stack.enter_context(bar))

@@ -13,7 +13,8 @@ import pytest
 import torch
 from _ranks import run_ranks
 
-from pipesgd.comm.address import network_address
+from pipesgd.comm import address
+from pipesgd.comm.address import Address, own_address, unreachable
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.ranks import Ranks, current, join
 
@@ -142,16 +143,50 @@ def test_some_of_the_ranks_exchange_among_themselves_and_hear_of_the_others_fail
     assert run_ranks(3, _first, process_group=False)[:2] == [(everybody, 2, "the third has failed"), everybody]
 
 
-def test_the_network_address_is_that_of_the_interface_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_is_that_of_the_interface_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert network_address() == "127.0.0.1 (lo)"
+    assert own_address().shown == "127.0.0.1 (lo)"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    assert network_address() == "no address (eth77)"
+    with pytest.raises(UserInputError, match=r"^GLOO_SOCKET_IFNAME must be .*lo.*; got 'eth77'"):
+        own_address()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
-    assert network_address() == "127.0.0.1 (lo)"
+    own = own_address()
+    assert own.shown in ("127.0.0.1 (lo)", "::1")
+    assert own.is_loopback
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
-    assert network_address() == "127.0.0.1 (lo)"  # as gloo does
+    assert own_address().shown == "127.0.0.1 (lo)"  # as gloo does
+    assert "127." not in own_address().others
+
+
+@pytest.mark.parametrize("loopback", ["127.0.1.1 (lo)", "::1"])
+def test_loopback_is_no_address_for_other_machines(loopback: str) -> None:
+    nic = Address("10.0.0.2 (eth0)", "eth0 (10.0.0.2)", "machine a")
+    lost = Address(loopback, "eth0 (10.0.0.3), wlan0 (10.1.0.3)", "machine b")
+    assert unreachable([nic, lost]) == (
+        f"rank 1 must have an address that other machines can reach; got {loopback}, as its machine's name resolves to "
+        "it: set GLOO_SOCKET_IFNAME there to the interface of your network, one of eth0 (10.0.0.3), wlan0 (10.1.0.3)"
+    )
+    assert unreachable([lost, lost]) is None, "on one machine it is one"
+    assert unreachable([nic, Address("fd00::3", "", "machine b")]) is None
+    assert str(unreachable([nic, Address(loopback, "", "b")])).endswith(" which has no address yet")
+
+
+def _as_if_on_a_machine_of_its_own(ranks: Ranks) -> str:
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    address._network = lambda: str(ranks.rank)  # a process of its own, which ends with this
+    address._address_of_own_name = lambda: f"127.0.1.{ranks.rank + 1}"
+    try:
+        ranks.start_process_group("cpu", 60.0)
+    except UserInputError as error:
+        return f"{error.known_to_all}: {error}"
+    return ""
+
+
+def test_all_ranks_hear_of_an_address_that_the_others_cannot_reach_before_they_try() -> None:
+    errors = run_ranks(2, _as_if_on_a_machine_of_its_own, process_group=False)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("True: rank 0 must have an address that other machines can reach; got 127.0.1.1 (lo), ")
 
 
 def _place_in_a_group_of_the_users_own(ranks: Ranks, per_node: int, started: int) -> tuple[int, int] | str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipesgd.calibration.groups import Placement
-from pipesgd.comm.address import network_address
+from pipesgd.comm.address import own_address
 from pipesgd.ranks import Ranks
 
 FASTER = 2.0
@@ -30,29 +30,19 @@ class Interface:
         """Name of the interface, or the address where the name is not known."""
         return self.address.rpartition("(")[2].rstrip(")")
 
-    @property
-    def is_loopback(self) -> bool:
-        return self.address.startswith("127.")
-
 
 def interfaces_of(ranks: Ranks) -> list[Interface]:
     """Return every rank's interface. Collective."""
-    own = Interface(address=network_address(), speeds=_speeds())
+    own = Interface(address=own_address().shown, speeds=_speeds())
     return [Interface(**one) for one in ranks.all_gather_object("network interface", asdict(own))]
 
 
 def wrong_interfaces(interfaces: Sequence[Interface], where: Sequence[Placement]) -> list[str]:
-    """Return a line for every rank that other nodes cannot reach, or that they could reach faster."""
+    """Return a line for every node that the others could reach faster."""
     several = where[-1].node > 0
     lines = []
     for rank, one in enumerate(interfaces):
         if not several or where[rank].local_rank:  # one line per node is enough
-            continue
-        if one.is_loopback:
-            lines.append(
-                f"wrong interface: rank {rank} is at {one.address}, which other nodes cannot reach; "
-                "GLOO_SOCKET_IFNAME chooses another one"
-            )
             continue
         used = one.speeds.get(one.name)
         fastest = max(one.speeds, key=lambda name: one.speeds[name], default=None)

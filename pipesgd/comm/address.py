@@ -3,30 +3,97 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipesgd.checks import check_one_of
 
 
-def network_address() -> str:
-    """Return the address at which gloo makes this rank reachable, and its interface: "10.0.0.2 (eth0)".
+class Address(NamedTuple):
+    """Place of a rank in the network."""
+
+    shown: str
+    """Address, and its interface if that is known: "10.0.0.2 (eth0)"."""
+    others: str
+    """Other addresses of the machine that are not loopback's, in the same form."""
+    network: str
+    """Name of what shares one loopback interface: the machine, or a network namespace of it."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if other machines cannot reach it."""
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.shown.partition(" ")[0]).is_loopback
+        return False
+
+
+def own_address() -> Address:
+    """Return the address at which gloo makes this rank reachable.
 
     gloo takes the interface that GLOO_SOCKET_IFNAME names, else the address that the host's name resolves to, else
     loopback; a slow or wrong NIC is a common cause of a slow job. Only Linux tells which address an interface has;
     elsewhere the interface is not named.
+
+    Raises:
+        UserInputError: GLOO_SOCKET_IFNAME names an interface that does not exist.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
     addresses = _interface_addresses()
-    if interface:
-        return f"{addresses.get(interface, 'no address')} ({interface})"
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        names = [name for _, name in socket.if_nameindex()]
+        for one in chosen.split(","):
+            check_one_of("GLOO_SOCKET_IFNAME", one, names)
+        first = chosen.split(",")[0]
+        shown = f"{addresses.get(first, 'no IPv4 address')} ({first})"
+    else:
+        address = _address_of_own_name()
+        # Hosts often have an entry 127.0.1.1 for their own name: any such address is loopback's.
+        names = [name for name, own in addresses.items() if own == address or {own[:4], address[:4]} == {"127."}]
+        shown = f"{address} ({names[0]})" if names else address
+    others = ", ".join(f"{name} ({own})" for name, own in addresses.items() if not own.startswith("127."))
+    return Address(shown, others, _network())
+
+
+def unreachable(addresses: Sequence[Address]) -> str | None:
+    """Return what is wrong with the first address of a rank that ranks elsewhere cannot reach; None if there is none.
+
+    ``addresses`` are those of all ranks, in their order.
+    """
+    if len({one.network for one in addresses}) == 1:
+        return None
+    rank, found = next(((rank, one) for rank, one in enumerate(addresses) if one.is_loopback), (0, None))
+    if found is None:
+        return None
+    choice = f"one of {found.others}" if found.others else "which has no address yet"
+    return (
+        f"rank {rank} must have an address that other machines can reach; got {found.shown}, as its machine's name "
+        f"resolves to it: set GLOO_SOCKET_IFNAME there to the interface of your network, {choice}"
+    )
+
+
+def _address_of_own_name() -> str:
+    """Return the first address of the host's own name that a socket can be bound to, as gloo does; else loopback's."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as own:
+                own.bind(place)
+                return str(place[0])
+    return "127.0.0.1"
+
+
+def _network() -> str:
+    """Return a name that is the same for processes with the same loopback interface only."""
     try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = "127.0.0.1"
-    # Hosts often have an entry 127.0.1.1 for their own name: any such address is loopback's.
-    names = [name for name, own in addresses.items() if own == address or {own[:4], address[:4]} == {"127."}]
-    return f"{address} ({names[0]})" if names else address
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{machine} {Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:  # not Linux, or no /proc
+        return socket.gethostname()
 
 
 def _interface_addresses() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,17 +43,24 @@ class Result:
     replicas_identical: bool
 
 
-def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[str], *, total: int, start: int) -> str:
-    """Describe in a line or two what is about to run; ``network`` holds every rank's address."""
+def network_line(addresses: Sequence[str]) -> str:
+    """Tell the user at which ``addresses``, one a rank, the ranks make themselves reachable.
+
+    >>> network_line(["10.0.0.1 (eth0)", "10.0.0.2 (eth0)"])
+    'network: ranks at 10.0.0.1 (eth0), 10.0.0.2 (eth0)'
+    """
+    alike = len(set(addresses)) == 1
+    return "network: " + (f"all ranks at {addresses[0]}" if alike else f"ranks at {', '.join(addresses)}")
+
+
+def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, *, total: int, start: int) -> str:
+    """Describe in a line or two what is about to run."""
     size = sum(parameter.numel() for parameter in model.parameters())
     workers = config.pipeline.workers(ranks.world_size)
     text = (
         f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {workers} "
         f"rank{'s' if workers > 1 else ''} x {config.samples()} samples, {config.describe()}"
     )
-    if ranks.world_size > 1:
-        here = f"all ranks at {network[0]}" if len(set(network)) == 1 else "ranks at " + ", ".join(network)
-        text += f"\nnetwork: {here}"
     if not ranks.by_torchrun:
         text += f"\nnot started by torchrun, so there is one rank; for four: {HOW_TO_START}"
     if config.run.resume or ranks.restart_count:

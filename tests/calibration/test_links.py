@@ -100,14 +100,6 @@ def test_every_pair_meets_once_and_nobody_twice_in_a_round(world_size: int) -> N
         assert len(busy) == len(set(busy))
 
 
-def test_loopback_between_machines_is_a_wrong_interface_and_on_one_it_is_not() -> None:
-    loopback = Interface(address="127.0.1.1 (lo)", speeds={})
-    nic = Interface(address="10.0.0.2 (eth0)", speeds={"eth0": 1000})
-    [line] = wrong_interfaces([nic, loopback], one_a_node(2))
-    assert line.startswith("wrong interface: rank 1 is at 127.0.1.1 (lo)")
-    assert wrong_interfaces([loopback, loopback], places([0, 1])) == []
-
-
 def test_a_faster_interface_that_is_not_used_is_named() -> None:
     slow = Interface(address="10.0.0.2 (eth0)", speeds={"eth0": 1000, "eth1": 10000})
     right = Interface(address="10.0.1.2 (eth1)", speeds={"eth0": 1000, "eth1": 10000})
