@@ -4,30 +4,73 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from statistics import fmean
 
 from timing_model.buckets import Cut
 from timing_model.costs import costs_of, iteration_time
+from timing_model.iteration import IterationTime
 from timing_model.job import Job
+from timing_model.predict import Answer, predict
 
 MOST_LOCAL_STEPS = 500
 """Longest window of local steps that is considered; nobody reports a use of longer ones."""
 
 
-def in_windows(job: Job, local_steps: int, fragments: int) -> Job:
+def windows_of(job: Job, local_steps: int, fragments: int) -> list[Job]:
     """Return ``job`` in windows of ``local_steps`` iterations that each end with the exchange of one of ``fragments``.
 
-    Its gradient is the largest fragment, the one whose exchange takes longest. The computation stays that of the whole
-    model: all weights are updated in every iteration, and moved, packed and predicted at the end of every window.
+    There is a job for each fragment, in the order of their turns, whose gradient is that fragment. The computation
+    stays that of the whole model: all weights are updated in every iteration, and moved, packed and predicted at the
+    end of every window.
 
     Raises ``ValueError`` if there are fewer parameters than fragments.
     """
     compute, tensors = job.compute, job.compute.tensors[::-1]  # cut as the trainer cuts them
-    parts = [tensors[part.start : part.stop] for part in Cut(count=fragments)(tensors)]
-    late_update = compute.late_update
+    update, late_update = compute.update, compute.late_update
     if local_steps == 1:  # a window of one iteration has both updates, too
-        late_update = compute.update.plus(late_update)
-    fragment = dataclasses.replace(compute, tensors=max(parts, key=sum)[::-1], late_update=late_update, measured=())
-    return dataclasses.replace(job, compute=fragment, local_steps=local_steps)
+        update, late_update = update.plus(update), update.plus(late_update)
+    return [
+        dataclasses.replace(
+            job,
+            local_steps=local_steps,
+            compute=dataclasses.replace(
+                compute,
+                tensors=tensors[part.start : part.stop][::-1],
+                update=update,
+                late_update=late_update,
+                measured=(),
+            ),
+        )
+        for part in Cut(count=fragments)(tensors)
+    ]
+
+
+def in_windows(job: Job, local_steps: int, fragments: int) -> Job:
+    """Return the one of ``windows_of`` whose exchange takes longest, that of the largest fragment.
+
+    Raises ``ValueError`` if there are fewer parameters than fragments.
+    """
+    return max(windows_of(job, local_steps, fragments), key=lambda one: one.compute.numel)
+
+
+def predict_in_turns(job: Job, local_steps: int, fragments: int) -> Answer:
+    """Predict ``job`` in windows that exchange the ``fragments`` in turns: the mean over these of all times.
+
+    The rest of the answer, as what limits it, is that of the largest fragment.
+
+    Raises:
+        ValueError: there are fewer parameters than fragments, or as ``predict``.
+    """
+    answers = [predict(one, extrapolate=True) for one in windows_of(job, local_steps, fragments)]
+    totals = [one.total for one in answers if one.total is not None]
+    return dataclasses.replace(
+        max(answers, key=lambda one: one.job.compute.numel),
+        iteration=IterationTime(*map(fmean, zip(*(one.iteration for one in answers), strict=True))),
+        low=fmean(one.low for one in answers),
+        high=fmean(one.high for one in answers),
+        lasting=fmean(one.lasting for one in answers),
+        total=fmean(totals) if totals else None,
+    )
 
 
 def hiding_fragments(job: Job, local_steps: int) -> int | None:

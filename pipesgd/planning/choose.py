@@ -20,7 +20,7 @@ from pipesgd.planning.planned import Planned, choices_of
 from timing_model.advice import advice, reason, training_arguments
 from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simplicity
 from timing_model.cluster_profile import UNCOMPRESSED, ComputeProfile, Profile
-from timing_model.fragments import MOST_LOCAL_STEPS, hiding_fragments, hiding_windows, in_windows
+from timing_model.fragments import MOST_LOCAL_STEPS, hiding_fragments, hiding_windows, predict_in_turns
 from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
 from timing_model.params import Parts
 from timing_model.plan import Plan, plan
@@ -143,7 +143,7 @@ def decide(
         why=decided.why,
         iterations=iterations,
         median_share=median_share(answer.job),
-        window=config.pipeline.local_steps,
+        window=config.pipeline.local_steps * decided.choices["fragments"],
         audition=decided.audition,
     )
 
@@ -181,9 +181,11 @@ def predict_windows(base: Job, config: TrainConfig) -> Decided:
     fragments = fewest_fragments(job, pipeline.local_steps) if asked else pipeline.fragments
     chosen = config.with_choices({"fragments": fragments})
     if chosen.pipeline.in_windows:  # not one fragment in every iteration, unless --outer is given
-        job = in_windows(job, pipeline.local_steps, fragments)
+        answer = predict_in_turns(job, pipeline.local_steps, fragments)
+    else:
+        answer = predict(job, extrapolate=True)
     why = f"chosen: --fragments {fragments}, the fewest of which each is exchanged while a window computes"
-    return Decided(choices=choices_of(chosen), why=[why] if asked else [], answer=predict(job, extrapolate=True))
+    return Decided(choices=choices_of(chosen), why=[why] if asked else [], answer=answer)
 
 
 def fewest_fragments(job: Job, steps: int) -> int:

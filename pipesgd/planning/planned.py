@@ -43,7 +43,8 @@ class Planned:
     median_share: float = 1.0
     """Median of a window over its mean: below 1 where a few are long; 1 in a run of an older version."""
     window: int = 1
-    """Iterations whose mean is compared with the prediction: those of a window of local steps."""
+    """Iterations whose mean is compared with the prediction: those of a window of local steps, or, with fragments, of
+    the windows in which each has a turn."""
     audition: Audition | None = None
     """The auditions of the run; None if there are none."""
     began_with: dict[str, Any] | None = None

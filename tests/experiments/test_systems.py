@@ -454,7 +454,7 @@ PAGE = (REPOSITORY / "docs" / "systems.md").read_text(encoding="utf-8")
 QUESTIONS = re.findall(
     r"^\| [^|]+ \| `timing-model (plan [^`|]+)` \| `([^`|]+)` \| \[`([\w-]+)`\]\([^)]+\) \|$", PAGE, re.MULTILINE
 )
-NAMED_BY_SPEED = frozenset({"all-reduce", "segment-bytes", "local-steps", "buckets"})
+NAMED_BY_SPEED = frozenset({"all-reduce", "segment-bytes", "local-steps", "buckets", "fragments"})
 """Options of an answer that a system leaves open."""
 
 

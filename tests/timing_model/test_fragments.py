@@ -9,7 +9,7 @@ import pytest
 
 from tests.timing_model import test_alternatives
 from tests.timing_model._profiles import MLP, ask
-from timing_model.fragments import hiding_fragments, hiding_windows, in_windows
+from timing_model.fragments import hiding_fragments, hiding_windows, in_windows, predict_in_turns, windows_of
 from timing_model.job import Job
 from timing_model.measured import Estimate
 from timing_model.predict import predict
@@ -34,6 +34,25 @@ def test_windows_exchange_the_largest_fragment_of_those_that_the_trainer_cuts(
     assert windows == dataclasses.replace(
         whole, local_steps=4, compute=dataclasses.replace(whole.compute, tensors=largest)
     )
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0, 6.0])
+def test_a_prediction_is_the_mean_over_the_turns_of_all_fragments(ratio: float) -> None:
+    """At width 2 a window takes as long as its computation of 2 s, or as the exchange before it."""
+    sizes = [one.compute.numel for one in windows_of(job_of(ratio), 2, 3)]
+    assert sum(sizes) == sum(TENSORS)
+    expected = sum(max(2.0, ratio * size / sum(TENSORS)) for size in sizes) / (2 * 3)
+    answer = predict_in_turns(dataclasses.replace(job_of(ratio), iterations=60), 2, 3)
+    assert answer.iteration.total == pytest.approx(expected)
+    assert sum(answer.iteration[1:]) == pytest.approx(expected)
+    assert (answer.low, answer.high) == (pytest.approx(expected), pytest.approx(expected)), "nothing was measured"
+    assert answer.total == pytest.approx(60 * expected, rel=0.1)
+
+
+def test_at_width_1_a_window_of_one_iteration_has_both_updates_too() -> None:
+    one, two = (predict(in_windows(ask(width=1), steps, 3)).iteration.compute for steps in (1, 2))
+    assert one == pytest.approx(0.06 + 2 * MLP.update.value)
+    assert two == pytest.approx(0.06 + 1.5 * MLP.update.value)
 
 
 def test_a_window_updates_all_weights_in_every_iteration_and_once_more_at_its_end() -> None:
