@@ -85,11 +85,18 @@ def judged(name: str) -> str:
     targets = figures.manifest(name)["targets"]
     several = all("verdict" not in one for one in targets.values())
     lines = [
-        [f"{head}: {ratio}" if head else ratio, _interval(one), str(one["target"]), str(one["verdict"])]
+        [f"{head}: {ratio}" if head else ratio, _interval(one), str(one["target"]), _word(one)]
         for head, of_head in (targets if several else {"": targets}).items()
         for ratio, one in of_head.items()
     ]
-    return table(["ratio", "found (95 % interval)", "target", ""], lines)
+    return table(["ratio", "found (95 % interval)", "target", "open: only the interval reaches it"], lines)
+
+
+def _word(one: Row) -> str:
+    """Return the verdict; where only the interval reaches the target, and the median does not, it is "open"."""
+    side, bound = one["target"][: len("at least")].strip(), one["target"].split()[-1]
+    outside = {"at most": one["median"] > float(bound), "at least": one["median"] < float(bound)}.get(side, False)
+    return "open" if one["verdict"] == "met" and outside else one["verdict"]
 
 
 def _interval(one: Row) -> str:

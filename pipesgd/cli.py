@@ -50,7 +50,8 @@ WORKLOAD = ("dataset", "data-dir", "batch-size", "model", "hidden-sizes", "optim
 BASIC = {
     "train": (
         *WORKLOAD,
-        *("lr", "epochs", "iterations", "width", "codec", "all-reduce", "cluster", "output", "resume", "overwrite"),
+        *("lr", "epochs", "iterations", "width", "codec", "all-reduce", "cluster", "device"),
+        *("output", "resume", "overwrite"),
     ),
     "calibrate": (*WORKLOAD, "out", "overwrite", "seconds", "codecs", "all-reduces", "servers"),
 }

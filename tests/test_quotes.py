@@ -55,4 +55,4 @@ def test_a_table_of_targets_has_every_ratio_of_a_manifest() -> None:
     targets = manifest("bench_accelerators")["targets"]
     lines = QUOTES["judged"]("bench_accelerators").splitlines()
     assert len(lines) == 2 + sum(map(len, targets.values()))
-    assert all(line.rstrip(" |").endswith(("met", "MISSED")) for line in lines[2:])
+    assert all(line.rstrip(" |").endswith(("met", "open", "MISSED")) for line in lines[2:])
