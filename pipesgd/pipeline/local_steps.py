@@ -394,7 +394,7 @@ class LocalSteps(Strategy):
         with self._noting_errors(), set_aside_gradients(self._optimizer):
             self._pipeline.check_usable()
             report = StepReport()
-            for _ in range(self._pipeline.turns if self._window.has_begun else 0):
+            for _ in range(self._pipeline.turns if self._window.unexchanged else 0):
                 report = report.followed_by(self._exchange())
             return report.followed_by(self._pipeline.flush())
 
@@ -464,16 +464,17 @@ class LocalSteps(Strategy):
         self._pipeline.fail(error)
 
     def close(self) -> None:
-        """Flush, and end the pipeline, as ``Pipelined.close`` does; after an error, drop the window instead."""
+        """Flush, and end the pipeline, as ``Pipelined.close`` does; after an error, drop what was not exchanged."""
         if self.closed:
             return
         try:
             if self._error is None and not self._pipeline.failed:
                 self.flush()
-            elif self._window.steps:
+            elif self._window.unexchanged:
                 warnings.warn(
-                    "the pipeline was closed after an error: this rank's local steps since the last exchange are "
-                    f"dropped ({self._window.steps}), and the model holds the weights without them",
+                    "the pipeline was closed after an error: this rank's movements since the last exchange of each "
+                    f"parameter are dropped (local steps: {self._window.unexchanged}), and the model holds the weights "
+                    "without them",
                     RuntimeWarning,
                     stacklevel=2,
                 )

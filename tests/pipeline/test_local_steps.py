@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -697,10 +698,44 @@ def test_a_rank_that_fails_in_a_window_ends_all_and_says_what_is_dropped() -> No
     (other, said_0, true_0), (own, said_1, true_1) = run_ranks(2, _one_rank_fails)
     assert own == NonFiniteGradientError.__name__
     assert other != ""
-    assert "this rank's local steps since the last exchange are dropped (2)" in said_1
+    assert "this rank's movements since the last exchange of each parameter are dropped (local steps: 2)" in said_1
     assert "gradients in flight are dropped (iterations 3)" in said_0
     assert true_0
     assert true_1
+
+
+@pytest.mark.parametrize(
+    ("options", "iterations", "dropped"),
+    [
+        ({"fragments": 2}, 2, 2),
+        ({"fragments": 2}, 4, 2),
+        ({"fragments": 2}, 5, 3),
+        ({"fragments": 2}, 0, 0),
+        ({}, 2, 0),
+        ({}, 3, 1),
+        ({"outer": "elastic"}, 2, 0),
+        ({"outer": "elastic"}, 3, 1),
+    ],
+)
+def test_a_failed_close_counts_the_local_steps_since_the_oldest_exchange(
+    options: dict[str, Any], iterations: int, dropped: int
+) -> None:
+    """Right after an exchange, movements of all other fragments used to be dropped without a word."""
+    model = nn.Linear(2, 1)
+    strategy = LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1, **options)
+
+    def iterate(factor: float = 1.0) -> None:
+        (factor * model(torch.ones(4, 2)).sum()).backward()
+        strategy.step()
+
+    for _ in range(iterations):
+        iterate()
+    with pytest.raises(NonFiniteGradientError):
+        iterate(float("nan"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        strategy.close()
+    assert [f"(local steps: {dropped})" in str(one.message) for one in warned] == [True] * (dropped > 0)
 
 
 @pytest.mark.parametrize("call", ["step", "flush"])
