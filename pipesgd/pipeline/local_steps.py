@@ -195,7 +195,7 @@ class LocalSteps(Strategy):
     With ``fragments``, an exchange is about one of them, in turns (weight streaming, as in Caffe's pull request 1148
     and in Streaming DiLoCo). A rank's weights are a position, which is the outer weights and what is expected of
     exchanges in flight, minus the movements that were not exchanged yet: exchanges change the position, and those
-    movements stay. ``flush`` exchanges every fragment.
+    movements stay. ``flush`` exchanges every fragment that has moved since its last exchange.
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on one device. It must not be in
@@ -387,14 +387,15 @@ class LocalSteps(Strategy):
 
         All ranks then hold the outer weights, with elastic averaging, too.
 
-        Gradients in ``.grad`` stay there for the next step, which begins another window.
+        Gradients in ``.grad`` stay there for the next step, which begins another window. A call that was interrupted
+        while it waited must be repeated, and resumes.
 
         Raises the same errors as ``step``.
         """
         with self._noting_errors(), set_aside_gradients(self._optimizer):
             self._pipeline.check_usable()
             report = StepReport()
-            for _ in range(self._pipeline.turns if self._window.unexchanged else 0):
+            while self._window.unexchanged:  # less after a call that was interrupted
                 report = report.followed_by(self._exchange())
             return report.followed_by(self._pipeline.flush())
 

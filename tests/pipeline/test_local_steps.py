@@ -769,6 +769,48 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def _flush_in_parts(ranks: Ranks, options: dict[str, Any], iterations: int, waits: int) -> list[tuple[bool, str]]:
+    """Train once for each of this many waits of a flush, in which rank 0 is interrupted, and once without.
+
+    Return whether it was interrupted, and the weights.
+    """
+    found = []
+    for last in range(waits + 1):
+        model, batches = small_problem(3, [4, 5, 2], iterations, ranks.world_size)
+        with LocalSteps(
+            model, _sgd(model.parameters()), local_steps=2, timeout=5.0, ranks=ranks, **options
+        ) as strategy:
+            for of_ranks in batches:
+                regress(model, of_ranks[ranks.rank]).backward()
+                strategy.step()
+            interrupted = False
+            with pytest.MonkeyPatch.context() as patch:
+                if ranks.rank == 0:
+                    outcomes = [strategy._pipeline._wait_for_oldest] * last + [_interrupt]
+                    patch.setattr(strategy._pipeline, "_wait_for_oldest", lambda outcomes=outcomes: outcomes.pop(0)())
+                try:
+                    strategy.flush()
+                except KeyboardInterrupt:
+                    interrupted = True
+            if interrupted:
+                strategy.flush()
+        found.append((interrupted, weights_sha256(model)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "iterations", "waits"),
+    [({}, 5, 2), ({}, 6, 1), ({"fragments": 3}, 5, 4), ({"fragments": 3}, 6, 3), ({"outer": "elastic"}, 5, 2)],
+)
+def test_a_flush_that_was_interrupted_is_resumed(options: dict[str, Any], iterations: int, waits: int) -> None:
+    """Rank 0 used to begin again, while the other one had exchanged all fragments."""
+    one, other = run_ranks(2, _flush_in_parts, options, iterations, waits)
+    assert [interrupted for interrupted, _ in one] == [True] * waits + [False]
+    assert {weights for _, weights in one} == {weights for _, weights in other}
+    assert len({weights for _, weights in one}) == 1
+
+
 def _differ(ranks: Ranks) -> str:
     model = nn.Linear(2, 1)
     try:
