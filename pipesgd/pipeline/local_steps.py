@@ -115,7 +115,8 @@ def outer_optimizer(
 class OwnMovement(OwnGradients):
     """A prediction in which this rank's own movement takes the place of the mean, at the share c^2 of its length.
 
-    c is the cosine between this rank's movement and the mean in the newest window that has arrived; 1 before.
+    c is the cosine between this rank's movement and the mean in the newest exchange that has arrived, 0 if it is
+    negative; 1 before. With fragments it is measured on the fragment of that exchange, and used for the others, too.
 
     If the ranks' movements have about the same length, and what a rank's own one has in excess of what they have in
     common is independent of the others', then the mean is c times as long as a rank's own movement, and its projection
@@ -132,12 +133,13 @@ class OwnMovement(OwnGradients):
         self, kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
     ) -> AddErrors | None:
         if comparison is not None and comparison.cosine is not None:
-            agreement.cosine = comparison.cosine  # all weights of a whole window: there is no noise to average over
+            # The newest alone: where windows are few, a running mean was less accurate (experiments/LOG.md).
+            agreement.cosine = comparison.cosine
         return None
 
     def _adapt(self, guess: list[Tensor], missed: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
         if agreement.cosine != 1.0:
-            torch._foreach_mul_(guess, agreement.cosine**2)
+            torch._foreach_mul_(guess, max(agreement.cosine, 0.0) ** 2)
 
 
 @final

@@ -425,6 +425,26 @@ def test_one_rank_trains_at_any_width_as_at_width_1_bit_for_bit() -> None:
     assert cosines == [1.0] * (3 + 2 + 1), "at width 1, too: it is the drift between ranks"
 
 
+def _expect(ranks: Ranks) -> tuple[float, float]:
+    """Train with gradients 1 and -3 at width 2; return this rank's weight and the true one after two iterations."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with LocalSteps(model, optimizer, local_steps=1, outer_lr=1.0, ranks=ranks) as strategy:
+        for _ in range(2):
+            (model(torch.ones(1, 1, dtype=torch.float64)).sum() * (1.0, -3.0)[ranks.rank]).backward()
+            strategy.step()
+        own = model.weight.item()
+        with strategy.true_weights():
+            return own, model.weight.item()
+
+
+@pytest.mark.slow
+def test_a_movement_against_the_mean_predicts_nothing() -> None:
+    """The cosine of -1 used to count as 1, so that rank 0 expected its own movement in full: a weight of 0."""
+    assert run_ranks(2, _expect) == [(1.0, 1.0), (4.0, 1.0)]
+
+
 def _reports(ranks: Ranks) -> list[tuple[Any, ...]]:
     model, batches = small_problem(3, [40, 50, 20], 8, ranks.world_size)
     model.float()
