@@ -192,7 +192,6 @@ def _train_by_windows(
     ranks = SimulatedLocalSteps(
         model,
         optimizers,
-        local_steps=pipeline.local_steps,
         outer=pipeline.outer or "average",
         outer_lr=pipeline.outer_lr,
         outer_momentum=pipeline.outer_momentum,

@@ -223,7 +223,6 @@ class SimulatedLocalSteps(SimulatedRanks):
     Args:
         model: the module whose parameters all ``optimizers`` update, all of one dtype.
         optimizers: the own optimizer of each rank.
-        local_steps: iterations of a window.
         outer, outer_lr, outer_momentum, moving_rate, width, clip_norm, clip_value: as in ``LocalSteps``.
         options: other arguments of ``SimulatedRanks``.
     """
@@ -233,7 +232,6 @@ class SimulatedLocalSteps(SimulatedRanks):
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        local_steps: int,
         outer: str = "average",
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
@@ -258,9 +256,6 @@ class SimulatedLocalSteps(SimulatedRanks):
         self._inner = [
             SynchronousUpdate(optimizer, clip=clip, scaler=None, on_nonfinite="stop") for optimizer in optimizers
         ]
-        self._local_steps = local_steps
-        self._due = 0
-        """Number of fragments that ``flush`` exchanges."""
         updates = self._exchanges[0].updates  # there is one exchange
         self._windows = [Window(parameters, lambda: updates.weights, pull) for _ in optimizers]
 
@@ -287,9 +282,6 @@ class SimulatedLocalSteps(SimulatedRanks):
             window.end(self._exchanged)
             return losses
 
-        fragments = len(self._exchanges[0].fragments)
-        if fragments > 1:  # real ranks exchange a shorter window when they flush, which this has begun
-            self._due = fragments if len(batches) == self._local_steps else fragments - 1
         return [list(of_ranks) for of_ranks in zip(*self._exchange(compute, iterations=len(batches)), strict=True)]
 
     def flush(self) -> None:
@@ -299,8 +291,7 @@ class SimulatedLocalSteps(SimulatedRanks):
             self._windows[rank].begin()
             self._windows[rank].end(self._exchanged)
 
-        while self._due > 0:
-            self._due -= 1
+        while self._windows[0].unexchanged:
             self._exchange(compute, iterations=0)
         super().flush()
 

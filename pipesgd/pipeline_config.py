@@ -30,6 +30,9 @@ ELASTIC_OR_PIPELINED = {"strategy": ("pipelined", "easgd-async")}
 WITH_SERVERS = {"strategy": SERVER_STRATEGIES}
 """Strategies with which an option has an effect (``read_by``)."""
 
+OF_WINDOWS = ("outer_lr", "outer_momentum", "moving_rate", "average_state", "fragments")
+"""Options of windows of local steps, besides the windows' length and the outer optimizer."""
+
 MAX_WIDTH = 64
 """Largest width: each unit costs one copy of the gradient and one iteration of staleness."""
 
@@ -290,7 +293,7 @@ class PipelineConfig:
         if self.strategy == "easgd-async":
             check_local_steps(self.local_steps, "elastic", moving_rate=self.moving_rate, width=1)
             return
-        own = {name: getattr(self, name) for name in _OF_WINDOWS}
+        own = {name: getattr(self, name) for name in OF_WINDOWS}
         check_local_steps(self.local_steps, self.outer or "average", width=self.width, **own)
         if not self.in_windows:
             defaults = {item.name: item.default for item in dataclasses.fields(self)}
@@ -357,9 +360,6 @@ class PipelineConfig:
             )
         return workers
 
-
-_OF_WINDOWS = ("outer_lr", "outer_momentum", "moving_rate", "average_state", "fragments")
-"""Options of windows of local steps that have no effect without them."""
 
 _REDUCED = {
     "matrix": "",

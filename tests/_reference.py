@@ -199,12 +199,12 @@ def _own_step(
 
 
 def _mean_and_cosines(movements: list[list[Tensor]]) -> tuple[list[Tensor], list[float]]:
-    """Return the mean of the ranks' movements, and the cosine of each rank's with it."""
+    """Return the mean of the ranks' movements, and the cosine of each rank's with it, 0 if negative."""
     mean = [sum(parts[1:], parts[0]) / len(movements) for parts in zip(*movements, strict=True)]
     cosines = []
     for own in movements:
         one, other = (torch.cat([part.reshape(-1) for part in parts]) for parts in (own, mean))
-        cosines.append(round(float(torch.cosine_similarity(one, other, dim=0)), 5))
+        cosines.append(max(round(float(torch.cosine_similarity(one, other, dim=0)), 5), 0.0))
     return mean, cosines
 
 

@@ -222,6 +222,18 @@ def test_the_loop_of_a_ddp_program_trains_as_pipelined_does_bit_for_bit(
         assert same(found, answers[0][1]), "replicas"
 
 
+def _with_and_without_length(ranks: Ranks, options: dict[str, Any]) -> tuple[Weights, Weights]:
+    ddp = {"broadcast_buffers": False}
+    return by_attached(ranks, local_steps=1, **options), by_attached(ranks, ddp=ddp, **options)
+
+
+@pytest.mark.parametrize("options", [{"fragments": 4}, {"outer": "elastic"}, {"outer_lr": 0.5}])
+def test_an_option_of_windows_alone_means_windows_of_one_iteration(options: dict[str, Any]) -> None:
+    """Such an option used to be a TypeError of ``Pipelined``."""
+    for expected, found in run_ranks(2, _with_and_without_length, options):
+        assert same(expected, found)
+
+
 def _with_a_scaler(ranks: Ranks, poison: int | None, options: dict[str, Any]) -> tuple[Weights, Weights]:
     expected = by_pipelined(ranks, poison=poison, on_nonfinite="skip", **options)
     # The scale grows in every second iteration, so gradients arrive that were computed at another one.

@@ -52,7 +52,14 @@ def test_what_a_loop_has_itself_is_refused_in_one_line(value: object, shown: str
 
 @pytest.mark.parametrize(
     ("options", "clip_norm"),
-    [({}, 1.0), ({"clip_norm": None}, 1.0), ({"local_steps": None}, 1.0), ({"local_steps": 4}, None)],
+    [
+        ({}, 1.0),
+        ({"clip_norm": None}, 1.0),
+        ({"local_steps": None}, 1.0),
+        ({"local_steps": 4}, None),
+        ({"fragments": 4}, None),
+        ({"outer": "elastic"}, None),
+    ],
 )
 def test_local_steps_alone_need_not_know_how_the_loop_clips(options: dict[str, object], clip_norm: object) -> None:
     assert with_clipping(options, {"clip_norm": 1.0}).get("clip_norm") == clip_norm

@@ -36,6 +36,7 @@ from pipesgd.optim.step import check_unchanged, set_aside_gradients
 from pipesgd.pipeline.in_flight import InFlight
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.true_weights_hooks import unwrapped
+from pipesgd.pipeline_config import OF_WINDOWS
 from pipesgd.strategy import Span, StepReport
 
 IN_THE_LOOP = {
@@ -76,16 +77,17 @@ def attach(
         optimizer: the optimizer of all of its parameters that require a gradient.
         width: iterations in flight, K; 1 is synchronous.
         codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``.
-        local_steps: iterations that each rank trains by itself between exchanges, H; None exchanges every gradient.
-            ``ddp_model`` must then be made without ``SyncBatchNorm``, without ``find_unused_parameters`` and, if it has
-            buffers, with ``broadcast_buffers=False``: torch would communicate in every iteration.
+        local_steps: iterations that each rank trains by itself between exchanges, H. None means 1 with another
+            option of such windows (``outer``, ``fragments``, ...), and otherwise that every gradient is exchanged.
+            For local steps, ``ddp_model`` must be made without ``SyncBatchNorm``, without ``find_unused_parameters``
+            and, if it has buffers, with ``broadcast_buffers=False``: torch would communicate in every iteration.
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
         options: further arguments of ``pipesgd.Pipelined``, except ``guard``, ``buckets`` and ``reduce``, or with
-            ``local_steps`` those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``.
+            local steps those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``.
             ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip
-            them alike; with ``local_steps`` they are left out, since both are about the rank's own movement.
+            them alike; with local steps they are left out, since both are about the rank's own movement.
 
     Raises:
         UserInputError: the model has a communication hook, the optimizer does not hold all of its parameters, or a
@@ -93,14 +95,22 @@ def attach(
         CommunicationError: a rank could not be reached.
     """
     options |= {"width": width, "codec": codec, "loop_scaler": scaler, "on_nonfinite": on_nonfinite}
-    if local_steps is None:
+    steps = local_steps_of(options | {"local_steps": local_steps})
+    if steps is None:
         return AttachedPipeline(ddp_model, optimizer, **options)
-    return AttachedLocalSteps(ddp_model, optimizer, local_steps=local_steps, **options)
+    return AttachedLocalSteps(ddp_model, optimizer, local_steps=steps, **options)
+
+
+def local_steps_of(options: dict[str, Any]) -> int | None:
+    """Return the length of windows with these ``options`` of ``attach``, in iterations; None without local steps."""
+    default = 1 if any(name in options for name in ("outer", *OF_WINDOWS)) else None
+    steps: int | None = options.get("local_steps")
+    return default if steps is None else steps
 
 
 def with_clipping(options: dict[str, Any], clipping: dict[str, Any]) -> dict[str, Any]:
     """Return ``options`` of ``attach`` for a loop whose ``clipping`` is known; local steps need not know it."""
-    return options | ({} if options.get("local_steps") is not None else clipping)
+    return options | (clipping if local_steps_of(options) is None else {})
 
 
 class AttachedPipeline(Pipelined):

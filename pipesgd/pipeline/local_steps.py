@@ -115,7 +115,8 @@ def outer_optimizer(
 class OwnMovement(OwnGradients):
     """A prediction in which this rank's own movement takes the place of the mean, at the share c^2 of its length.
 
-    c is the cosine between this rank's movement and the mean in the newest window that has arrived; 1 before.
+    c is the cosine between this rank's movement and the mean in the newest exchange that has arrived, 0 if it is
+    negative; 1 before. With fragments it is measured on the fragment of that exchange, and used for the others, too.
 
     If the ranks' movements have about the same length, and what a rank's own one has in excess of what they have in
     common is independent of the others', then the mean is c times as long as a rank's own movement, and its projection
@@ -132,12 +133,13 @@ class OwnMovement(OwnGradients):
         self, kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
     ) -> AddErrors | None:
         if comparison is not None and comparison.cosine is not None:
-            agreement.cosine = comparison.cosine  # all weights of a whole window: there is no noise to average over
+            # The newest alone: where windows are few, a running mean was less accurate (experiments/LOG.md).
+            agreement.cosine = comparison.cosine
         return None
 
     def _adapt(self, guess: list[Tensor], missed: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
         if agreement.cosine != 1.0:
-            torch._foreach_mul_(guess, agreement.cosine**2)
+            torch._foreach_mul_(guess, max(agreement.cosine, 0.0) ** 2)
 
 
 @final
@@ -195,7 +197,7 @@ class LocalSteps(Strategy):
     With ``fragments``, an exchange is about one of them, in turns (weight streaming, as in Caffe's pull request 1148
     and in Streaming DiLoCo). A rank's weights are a position, which is the outer weights and what is expected of
     exchanges in flight, minus the movements that were not exchanged yet: exchanges change the position, and those
-    movements stay. ``flush`` exchanges every fragment.
+    movements stay. ``flush`` exchanges every fragment that has moved since its last exchange.
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on one device. It must not be in
@@ -387,14 +389,15 @@ class LocalSteps(Strategy):
 
         All ranks then hold the outer weights, with elastic averaging, too.
 
-        Gradients in ``.grad`` stay there for the next step, which begins another window.
+        Gradients in ``.grad`` stay there for the next step, which begins another window. A call that was interrupted
+        while it waited must be repeated, and resumes.
 
         Raises the same errors as ``step``.
         """
         with self._noting_errors(), set_aside_gradients(self._optimizer):
             self._pipeline.check_usable()
             report = StepReport()
-            for _ in range(self._pipeline.turns if self._window.has_begun else 0):
+            while self._window.unexchanged:  # less after a call that was interrupted
                 report = report.followed_by(self._exchange())
             return report.followed_by(self._pipeline.flush())
 
@@ -464,16 +467,17 @@ class LocalSteps(Strategy):
         self._pipeline.fail(error)
 
     def close(self) -> None:
-        """Flush, and end the pipeline, as ``Pipelined.close`` does; after an error, drop the window instead."""
+        """Flush, and end the pipeline, as ``Pipelined.close`` does; after an error, drop what was not exchanged."""
         if self.closed:
             return
         try:
             if self._error is None and not self._pipeline.failed:
                 self.flush()
-            elif self._window.steps:
+            elif self._window.unexchanged:
                 warnings.warn(
-                    "the pipeline was closed after an error: this rank's local steps since the last exchange are "
-                    f"dropped ({self._window.steps}), and the model holds the weights without them",
+                    "the pipeline was closed after an error: this rank's movements since the last exchange of each "
+                    f"parameter are dropped (local steps: {self._window.unexchanged}), and the model holds the weights "
+                    "without them",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -331,11 +331,6 @@ class Pipelined(Strategy):
         return self._cut.indices[self._turn] if self._in_turns else range(len(self._parameters))
 
     @property
-    def turns(self) -> int:
-        """Number of steps in which every parameter's gradient is summed once."""
-        return len(self._cut.indices) if self._in_turns else 1
-
-    @property
     def buckets(self) -> list[list[Tensor]]:
         """Parameters of each bucket, in the order in which the buckets leave."""
         return self._cut.buckets

@@ -34,14 +34,18 @@ class Window:
         """Weights at the start of the window; empty before it."""
         self._left: dict[int, Tensor] = {}
         """Movements that were not exchanged when the last window ended, by number of the parameter."""
-        self.steps = 0
-        """Number of iterations so far."""
+        self._since = [0] * len(parameters)
+        """Number of iterations since the last exchange of each parameter."""
 
     @property
-    def has_begun(self) -> bool:
-        """True if this rank has moved, or differs from the centre, since the last exchange of some parameter."""
-        kept = self._moving_rate is None and bool(self._start) and self._weights().are_valid
-        return self.steps > 0 or kept or bool(self._left)
+    def steps(self) -> int:
+        """Number of iterations so far."""
+        return min(self._since)
+
+    @property
+    def unexchanged(self) -> int:
+        """Number of iterations since the last exchange of the parameter that has waited longest for its turn."""
+        return max(self._since)
 
     def begin(self) -> None:
         """Let the parameters hold the weights that the rank kept when the last window ended, if it keeps its own.
@@ -64,7 +68,7 @@ class Window:
         """Count an iteration whose update has been done after ``work``."""
         # An optimizer may have given the parameters other storage.
         self._weights().predicted = [parameter.data for parameter in self._parameters]
-        self.steps += 1
+        self._since = [steps + 1 for steps in self._since]
 
     def end(self, exchanged: Sequence[int]) -> None:
         """Make what is exchanged the parameters' ``.grad``: the movement, or the centre minus the rank's own weights.
@@ -87,14 +91,16 @@ class Window:
             if not are_finite(self._start):  # nor is the mean, and no later one would be: begin at the centre again
                 self._start = []
             give_gradients(self._parameters, differences)
-        self.steps = 0
+        for number in exchanged:
+            self._since[number] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and copies of the weights at the start and now if there are any."""
+        """Return the numbers of steps, and copies of the weights at the start and now if there are any."""
         weights = self._weights()
         begun = bool(self._start) and weights.are_valid
         return {
             "steps": self.steps,
+            "since": list(self._since),
             "start": [tensor.clone() for tensor in self._start] if begun else [],
             "now": [tensor.clone() for tensor in weights.predicted] if begun else [],
             "left": {number: tensor.clone() for number, tensor in self._left.items()},
@@ -103,7 +109,8 @@ class Window:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict``; the parameters' true weights must be those of that moment already."""
         device = self._parameters[0].device
-        self.steps, self._start = state["steps"], []
+        self._start = []
+        self._since = list(state.get("since", [state["steps"]] * len(self._parameters)))  # earlier versions had none
         self._left = {number: tensor.to(device, copy=True) for number, tensor in state.get("left", {}).items()}
         if state["start"]:
             self._weights().work()

@@ -131,12 +131,13 @@ def test_simulated_windows_are_real_ones_bit_for_bit() -> None:
     for index, case in enumerate(WINDOWS):
         model = _model()
         optimizers = [_optimizer(model) for _ in range(4)]
-        case = {"local_steps": STEPS} | case
+        case = case.copy()
+        steps = case.pop("local_steps", STEPS)
         simulated = SimulatedLocalSteps(model, optimizers, **case)
         of_ranks = list(zip(*map(_batches, range(4)), strict=True))
         losses = []
-        for start in range(0, ITERATIONS, case["local_steps"]):
-            losses += simulated.run_window(classify, of_ranks[start : start + case["local_steps"]])
+        for start in range(0, ITERATIONS, steps):
+            losses += simulated.run_window(classify, of_ranks[start : start + steps])
         simulated.flush()
         for rank, of_rank in enumerate(real):
             own, weights = of_rank[index]

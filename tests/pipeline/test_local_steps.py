@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -424,6 +425,26 @@ def test_one_rank_trains_at_any_width_as_at_width_1_bit_for_bit() -> None:
     assert cosines == [1.0] * (3 + 2 + 1), "at width 1, too: it is the drift between ranks"
 
 
+def _expect(ranks: Ranks) -> tuple[float, float]:
+    """Train with gradients 1 and -3 at width 2; return this rank's weight and the true one after two iterations."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with LocalSteps(model, optimizer, local_steps=1, outer_lr=1.0, ranks=ranks) as strategy:
+        for _ in range(2):
+            (model(torch.ones(1, 1, dtype=torch.float64)).sum() * (1.0, -3.0)[ranks.rank]).backward()
+            strategy.step()
+        own = model.weight.item()
+        with strategy.true_weights():
+            return own, model.weight.item()
+
+
+@pytest.mark.slow
+def test_a_movement_against_the_mean_predicts_nothing() -> None:
+    """The cosine of -1 used to count as 1, so that rank 0 expected its own movement in full: a weight of 0."""
+    assert run_ranks(2, _expect) == [(1.0, 1.0), (4.0, 1.0)]
+
+
 def _reports(ranks: Ranks) -> list[tuple[Any, ...]]:
     model, batches = small_problem(3, [40, 50, 20], 8, ranks.world_size)
     model.float()
@@ -697,10 +718,44 @@ def test_a_rank_that_fails_in_a_window_ends_all_and_says_what_is_dropped() -> No
     (other, said_0, true_0), (own, said_1, true_1) = run_ranks(2, _one_rank_fails)
     assert own == NonFiniteGradientError.__name__
     assert other != ""
-    assert "this rank's local steps since the last exchange are dropped (2)" in said_1
+    assert "this rank's movements since the last exchange of each parameter are dropped (local steps: 2)" in said_1
     assert "gradients in flight are dropped (iterations 3)" in said_0
     assert true_0
     assert true_1
+
+
+@pytest.mark.parametrize(
+    ("options", "iterations", "dropped"),
+    [
+        ({"fragments": 2}, 2, 2),
+        ({"fragments": 2}, 4, 2),
+        ({"fragments": 2}, 5, 3),
+        ({"fragments": 2}, 0, 0),
+        ({}, 2, 0),
+        ({}, 3, 1),
+        ({"outer": "elastic"}, 2, 0),
+        ({"outer": "elastic"}, 3, 1),
+    ],
+)
+def test_a_failed_close_counts_the_local_steps_since_the_oldest_exchange(
+    options: dict[str, Any], iterations: int, dropped: int
+) -> None:
+    """Right after an exchange, movements of all other fragments used to be dropped without a word."""
+    model = nn.Linear(2, 1)
+    strategy = LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1, **options)
+
+    def iterate(factor: float = 1.0) -> None:
+        (factor * model(torch.ones(4, 2)).sum()).backward()
+        strategy.step()
+
+    for _ in range(iterations):
+        iterate()
+    with pytest.raises(NonFiniteGradientError):
+        iterate(float("nan"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        strategy.close()
+    assert [f"(local steps: {dropped})" in str(one.message) for one in warned] == [True] * (dropped > 0)
 
 
 @pytest.mark.parametrize("call", ["step", "flush"])
@@ -732,6 +787,48 @@ def test_a_movement_that_an_interruption_keeps_from_leaving_is_no_gradient_of_th
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def _flush_in_parts(ranks: Ranks, options: dict[str, Any], iterations: int, waits: int) -> list[tuple[bool, str]]:
+    """Train once for each of this many waits of a flush, in which rank 0 is interrupted, and once without.
+
+    Return whether it was interrupted, and the weights.
+    """
+    found = []
+    for last in range(waits + 1):
+        model, batches = small_problem(3, [4, 5, 2], iterations, ranks.world_size)
+        with LocalSteps(
+            model, _sgd(model.parameters()), local_steps=2, timeout=5.0, ranks=ranks, **options
+        ) as strategy:
+            for of_ranks in batches:
+                regress(model, of_ranks[ranks.rank]).backward()
+                strategy.step()
+            interrupted = False
+            with pytest.MonkeyPatch.context() as patch:
+                if ranks.rank == 0:
+                    outcomes = [strategy._pipeline._wait_for_oldest] * last + [_interrupt]
+                    patch.setattr(strategy._pipeline, "_wait_for_oldest", lambda outcomes=outcomes: outcomes.pop(0)())
+                try:
+                    strategy.flush()
+                except KeyboardInterrupt:
+                    interrupted = True
+            if interrupted:
+                strategy.flush()
+        found.append((interrupted, weights_sha256(model)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "iterations", "waits"),
+    [({}, 5, 2), ({}, 6, 1), ({"fragments": 3}, 5, 4), ({"fragments": 3}, 6, 3), ({"outer": "elastic"}, 5, 2)],
+)
+def test_a_flush_that_was_interrupted_is_resumed(options: dict[str, Any], iterations: int, waits: int) -> None:
+    """Rank 0 used to begin again, while the other one had exchanged all fragments."""
+    one, other = run_ranks(2, _flush_in_parts, options, iterations, waits)
+    assert [interrupted for interrupted, _ in one] == [True] * waits + [False]
+    assert {weights for _, weights in one} == {weights for _, weights in other}
+    assert len({weights for _, weights in one}) == 1
 
 
 def _differ(ranks: Ranks) -> str:
