@@ -110,8 +110,9 @@ class Window:
         """Continue from a ``state_dict``; the parameters' true weights must be those of that moment already."""
         device = self._parameters[0].device
         self._start = []
-        self._since = list(state.get("since", [state["steps"]] * len(self._parameters)))  # earlier versions had none
         self._left = {number: tensor.to(device, copy=True) for number, tensor in state.get("left", {}).items()}
+        at_least = [state["steps"] + (number in self._left) for number in range(len(self._parameters))]
+        self._since = list(state.get("since", at_least))  # earlier versions had none
         if state["start"]:
             self._weights().work()
             self._start = [tensor.to(device, copy=True) for tensor in state["start"]]
