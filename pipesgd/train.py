@@ -267,7 +267,7 @@ class Run:
         workers = self.job.workers
         if (found := self.checkpoints.load_newest(self.state.what_is_wrong_with)) is not None:
             done = found.own["strategy"]["iteration"]
-            if self.plan.planned is not None and done > 0:
+            if self.plan.planned is not None:
                 self.plan.swap_to(self.plan.planned.at(done - 1))  # the configuration whose state was saved
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from _plans import SMALL, cluster
 from _ranks import run_ranks
 
 from pipesgd.errors import RunError, UserInputError
+from pipesgd.membership.farewell import Farewell
 from pipesgd.planning import audition
-from pipesgd.planning.audition import AGAIN_AFTER, TURN, UNTIMED
+from pipesgd.planning.audition import AGAIN_AFTER, TURN, UNTIMED, Audition
 from pipesgd.planning.choose import MOST_CANDIDATES
 from pipesgd.planning.drift import Drift
 from pipesgd.ranks import Ranks
@@ -31,12 +33,23 @@ CLOSE = LinkParams(alpha=1e-4, beta=2e-7, gamma=0.0, sync=0.0)
 WORDS = "--hidden-sizes 20 --batch-size 16 --lr 0.05 --width auto --checkpoint-iterations 5 --keep-checkpoints 100"
 
 
-def _train(ranks: Ranks, words: list[str], share: float, contradicted: bool | None) -> tuple[str, str]:
+Prepare = Callable[[], None]
+"""Changes the code in each rank's process, which ends with the run."""
+
+
+def change_nothing() -> None:
+    return
+
+
+def _train(
+    ranks: Ranks, words: list[str], share: float, contradicted: bool | None, prepare: Prepare = change_nothing
+) -> tuple[str, str]:
     """Run once, with auditions that may take this share of the run; return (text of the error, stdout).
 
     ``contradicted`` replaces what the iterations after an audition say about it, unless it is None.
     """
     audition.MOST_SHARE = share
+    prepare()
     if contradicted is not None:
         told = property(lambda _: contradicted, lambda *_: None)
         Drift.contradicted = told  # in a process of its own, which ends with the run
@@ -50,13 +63,40 @@ def _train(ranks: Ranks, words: list[str], share: float, contradicted: bool | No
     return error, out.getvalue()
 
 
-def run(folder: Path, words: str, share: float = 1e3, contradicted: bool | None = None) -> tuple[dict[str, Any], str]:
-    """Return (summary, output of rank 0) of a run on two ranks, with a cluster on which all widths are a tie."""
+def attempt(
+    folder: Path,
+    words: str,
+    share: float = 1e3,
+    contradicted: bool | None = None,
+    prepare: Prepare = change_nothing,
+) -> tuple[str, str]:
+    """Return (error, output of rank 0) of a run on two ranks, with a cluster on which all widths are a tie."""
     cluster(CLOSE, SMALL).save(folder / "cluster.toml")
     options = [*words.split(), "--cluster", str(folder / "cluster.toml"), "--output", str(folder / "run")]
-    (error, text), (other, _) = run_ranks(2, _train, options, share, contradicted, process_group=False)
-    assert (error, other) == ("", "")
+    (error, text), (other, _) = run_ranks(2, _train, options, share, contradicted, prepare, process_group=False)
+    assert error == other
+    return error, text
+
+
+def run(folder: Path, words: str, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], str]:
+    """Return (summary, output of rank 0) of an ``attempt`` that ends without an error."""
+    error, text = attempt(folder, words, *args, **kwargs)
+    assert error == ""
     return json.loads((folder / "run" / "summary.json").read_text()), text
+
+
+def stop_before_the_first_iteration() -> None:
+    def is_due(farewell: Farewell, iteration: int) -> bool:
+        farewell.requested = "SIGTERM"
+        return True
+
+    Farewell.is_due = is_due  # type: ignore[method-assign]
+
+
+def choose_a_coarser_codec() -> None:
+    """Let every candidate stay in the audition, and the first that is not fp32 win."""
+    Audition._left = lambda self, *_: list(range(len(self.candidates)))  # type: ignore[method-assign]
+    Audition._best = lambda self, _: [one["codec"] != "fp32" for one in self.candidates].index(True)  # type: ignore[method-assign]
 
 
 def back_to(folder: Path, iteration: int) -> None:
@@ -126,6 +166,17 @@ def test_a_run_that_was_killed_before_a_decision_decides_by_what_it_had_measured
     turns = [width for iteration, width in widths(result["planned"]) if iteration < found["turns"][-1][0]]
     assert found["paces"][0][3] == (TURN - UNTIMED) * turns.count(1), "the first turn's times are in metrics.jsonl"
     assert result["replicas_identical"]
+
+
+def test_a_checkpoint_of_iteration_0_is_of_the_configuration_that_the_run_began_with(tmp_path: Path) -> None:
+    words = f"{WORDS} --codec auto --iterations 110"
+    error, _ = attempt(tmp_path, words, prepare=stop_before_the_first_iteration)
+    assert "stopped by SIGTERM after iteration 0" in error
+    result, _ = run(tmp_path, f"{words} --resume", prepare=choose_a_coarser_codec)
+    assert result["codec"] != "fp32"
+    back_to(tmp_path, 0)
+    resumed, _ = run(tmp_path, f"{words} --resume")
+    assert resumed["weights_sha256"] == result["weights_sha256"]
 
 
 def test_a_run_without_time_for_it_has_none_and_trains_as_planned(tmp_path: Path) -> None:
