@@ -97,7 +97,7 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
     def write() -> None:
         if first_of_machine:
             if overwrite and not resume:
-                _delete(_written(folder))
+                _delete(_written(folder, keep=config.planning.cluster))
             _describe(folder, description)
 
     ranks.raise_together("the output folder", lambda: _check(folder, description, resume, overwrite))
@@ -225,9 +225,13 @@ def _check_same_run(path: Path, description: dict[str, Any]) -> None:
         )
 
 
-def _written(folder: Path) -> list[Path]:
-    """Return what a run wrote into ``folder``, by its file names, except run.json, which is about to be replaced."""
-    files = [path for name in _FILES if os.path.lexists(path := folder / name)]
+def _written(folder: Path, *, keep: Path | None) -> list[Path]:
+    """Return what a run wrote into ``folder``, by its file names, except run.json, which is about to be replaced.
+
+    The file to ``keep`` is left out, too: the cluster that the new run is told to use may be that of the old one.
+    """
+    kept = None if keep is None else os.path.realpath(keep)
+    files = [path for name in _FILES if os.path.lexists(path := folder / name) and os.path.realpath(path) != kept]
     try:
         checkpoints = CheckpointFolder(folder / CHECKPOINTS).all()
         events = _matching(folder / TENSORBOARD, EVENT_FILE)

@@ -238,6 +238,16 @@ def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run.json").read_text())["options"]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("words", ["", "--width auto"])
+def test_overwrite_keeps_the_cluster_that_it_is_told_to_use(tmp_path: Path, words: str) -> None:
+    take(tmp_path / "run").release()
+    (tmp_path / "run" / "cluster.toml").write_text("measured")
+    take(tmp_path / "run", f"--overwrite {words} --cluster {tmp_path}/run/../run/cluster.toml").release()
+    assert (tmp_path / "run" / "cluster.toml").read_text() == "measured"
+    take(tmp_path / "run", "--overwrite").release()
+    assert not (tmp_path / "run" / "cluster.toml").exists()
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
 def test_overwrite_deletes_nothing_through_a_link(tmp_path: Path, name: str) -> None:
     take(tmp_path / "run").release()
