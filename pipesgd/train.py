@@ -310,8 +310,9 @@ class Run:
         for iteration in range(self.start, job.iterations):
             if farewell.is_due(iteration):
                 raise say_farewell(ranks, iteration, self.save_checkpoint)
-            if self.plan.follow(iteration, self._paces):
-                self._last = time.perf_counter()
+            decision = time.perf_counter()
+            self.plan.follow(iteration, self._paces)
+            self._last += time.perf_counter() - decision  # neither decisions nor changes are a part of the iteration
             metrics = self._iterate(iteration, samples)
             if iteration == 0:
                 self.plan.report_exchanges()

@@ -74,19 +74,18 @@ class FollowedPlan:
             lines = read_metrics(self._run_config.run.output / output.METRICS_FILE)
             self._known_paces = {line["iteration"]: line["seconds"]["iteration"] for line in lines}
 
-    def follow(self, iteration: int, paces: Sequence[float]) -> bool:
-        """Let the configuration train whose turn it is, after rank 0's decision if one is due; return True for another.
+    def follow(self, iteration: int, paces: Sequence[float]) -> None:
+        """Let the configuration train whose turn it is, after rank 0's decision if one is due.
 
         ``paces`` are the seconds of the iterations from the first of this attempt on.
         """
         if self.planned is None or self.planned.audition is None:
-            return False
+            return
         if iteration >= self.planned.audition.decision_at:
             self.planned = self._decided(self.planned, self.planned.audition, paces)
-        swapped = self.swap_to(self.planned.at(iteration))
+        self.swap_to(self.planned.at(iteration))
         if self.planned.audition is not None and iteration == self.planned.audition.begin:
             self._changes = 0.0
-        return swapped
 
     def observe(self, seconds: float) -> None:
         """Report on rank 0 if iterations, of which the newest took ``seconds``, do not take the predicted time."""
@@ -101,10 +100,10 @@ class FollowedPlan:
         named = ", ".join(f"{name} by {how}" for name, how in chosen.items())
         say(self._console, f"--reduce auto: {named or 'there is neither an embedding nor a linear layer to train'}")
 
-    def swap_to(self, choices: dict[str, Any]) -> bool:
-        """Train with these ``AUTO_OPTIONS`` from now on; return False if they are those that train already."""
+    def swap_to(self, choices: dict[str, Any]) -> None:
+        """Train with these ``AUTO_OPTIONS`` from now on, unless they are those that train already."""
         if choices == self._choices:
-            return False
+            return
         config = self.config.with_choices(choices)
         same_codec = config.compression == self.config.compression
         self.config, self._choices = config, choices
@@ -112,7 +111,6 @@ class FollowedPlan:
         swap_strategy(self._state, lambda former: self._make(config, former), same_codec=same_codec)
         if self._changes is not None:
             self._changes += time.perf_counter() - begin
-        return True
 
     def _record(self, planned: Planned | None) -> dict[str, str] | None:
         """Write what has been decided: the plan, its choices, and those of exchanges with --reduce auto.

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ from pipesgd.planning import audition
 from pipesgd.planning.audition import AGAIN_AFTER, TURN, UNTIMED, Audition
 from pipesgd.planning.choose import MOST_CANDIDATES
 from pipesgd.planning.drift import Drift
+from pipesgd.planning.followed import FollowedPlan
+from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
+from pipesgd.run.metrics import read_metrics
 from pipesgd.train import train
 from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
@@ -166,6 +170,26 @@ def test_a_run_that_was_killed_before_a_decision_decides_by_what_it_had_measured
     turns = [width for iteration, width in widths(result["planned"]) if iteration < found["turns"][-1][0]]
     assert found["paces"][0][3] == (TURN - UNTIMED) * turns.count(1), "the first turn's times are in metrics.jsonl"
     assert result["replicas_identical"]
+
+
+def decisions_take_an_hour() -> None:
+    clock, record = time.perf_counter, FollowedPlan._record
+    hours = 0
+
+    def slowly(plan: FollowedPlan, planned: Planned | None) -> dict[str, str] | None:
+        nonlocal hours
+        hours += 1
+        return record(plan, planned)
+
+    FollowedPlan._record = slowly  # type: ignore[method-assign]
+    time.perf_counter = lambda: clock() + 3600 * hours
+
+
+def test_the_time_of_a_decision_is_no_part_of_an_iteration(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, f"{WORDS} --iterations 90", prepare=decisions_take_an_hour)
+    assert result["wall_seconds"] > 3600
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["iteration"] for line in lines if line["seconds"]["iteration"] > 3600] == []
 
 
 def test_a_checkpoint_of_iteration_0_is_of_the_configuration_that_the_run_began_with(tmp_path: Path) -> None:
