@@ -20,6 +20,7 @@ from pipesgd.run import output
 from pipesgd.run.console import say
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.state import RunState
+from pipesgd.strategy import StepReport
 
 
 class FollowedPlan:
@@ -74,18 +75,19 @@ class FollowedPlan:
             lines = read_metrics(self._run_config.run.output / output.METRICS_FILE)
             self._known_paces = {line["iteration"]: line["seconds"]["iteration"] for line in lines}
 
-    def follow(self, iteration: int, paces: Sequence[float]) -> None:
-        """Let the configuration train whose turn it is, after rank 0's decision if one is due.
+    def follow(self, iteration: int, paces: Sequence[float]) -> StepReport:
+        """Let the configuration train whose turn it is, after rank 0's decision if one is due. See ``swap_to``.
 
         ``paces`` are the seconds of the iterations from the first of this attempt on.
         """
         if self.planned is None or self.planned.audition is None:
-            return
+            return StepReport()
         if iteration >= self.planned.audition.decision_at:
             self.planned = self._decided(self.planned, self.planned.audition, paces)
-        self.swap_to(self.planned.at(iteration))
+        report = self.swap_to(self.planned.at(iteration))
         if self.planned.audition is not None and iteration == self.planned.audition.begin:
             self._changes = 0.0
+        return report
 
     def observe(self, seconds: float) -> None:
         """Report on rank 0 if iterations, of which the newest took ``seconds``, do not take the predicted time."""
@@ -100,17 +102,21 @@ class FollowedPlan:
         named = ", ".join(f"{name} by {how}" for name, how in chosen.items())
         say(self._console, f"--reduce auto: {named or 'there is neither an embedding nor a linear layer to train'}")
 
-    def swap_to(self, choices: dict[str, Any]) -> None:
-        """Train with these ``AUTO_OPTIONS`` from now on, unless they are those that train already."""
+    def swap_to(self, choices: dict[str, Any]) -> StepReport:
+        """Train with these ``AUTO_OPTIONS`` from now on; return a report of the gradients applied for that.
+
+        Nothing is done if they are those that train already.
+        """
         if choices == self._choices:
-            return
+            return StepReport()
         config = self.config.with_choices(choices)
         same_codec = config.compression == self.config.compression
         self.config, self._choices = config, choices
         begin = time.perf_counter()
-        swap_strategy(self._state, lambda former: self._make(config, former), same_codec=same_codec)
+        report = swap_strategy(self._state, lambda former: self._make(config, former), same_codec=same_codec)
         if self._changes is not None:
             self._changes += time.perf_counter() - begin
+        return report
 
     def _record(self, planned: Planned | None) -> dict[str, str] | None:
         """Write what has been decided: the plan, its choices, and those of exchanges with --reduce auto.

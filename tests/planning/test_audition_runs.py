@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from _plans import SMALL, cluster
 from _ranks import run_ranks
 
+from pipesgd import train as train_module
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.membership.farewell import Farewell
 from pipesgd.planning import audition
@@ -26,6 +28,7 @@ from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.run.metrics import read_metrics
+from pipesgd.strategy import Strategy
 from pipesgd.train import train
 from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
@@ -190,6 +193,29 @@ def test_the_time_of_a_decision_is_no_part_of_an_iteration(tmp_path: Path) -> No
     assert result["wall_seconds"] > 3600
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["iteration"] for line in lines if line["seconds"]["iteration"] > 3600] == []
+
+
+def gradients_before_a_change_are_infinite() -> None:
+    compute = train_module.forward_backward
+
+    def poisoned(strategy: Strategy, *others: Any) -> Any:
+        result = compute(strategy, *others)
+        if others[-1] == 2 * TURN - 1:  # the last turn but one is that of width 2
+            next(strategy.module.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
+        return result
+
+    train_module.forward_backward = poisoned
+
+
+def test_an_update_that_is_left_out_at_a_change_is_counted_and_said(tmp_path: Path) -> None:
+    words = f"{WORDS} --iterations 90 --on-nonfinite skip"
+    result, text = run(tmp_path, words, prepare=gradients_before_a_change_are_infinite)
+    assert widths(result["planned"])[1:3] == [(TURN, 2), (2 * TURN, 3)]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["iteration"], line["nonfinite_ranks"]) for line in lines if line["skipped"]] == [(2 * TURN, [0, 1])]
+    assert (result["skipped_updates"], result["nonfinite_gradients_of_ranks"]) == (1, {"0": 1, "1": 1})
+    assert f"the gradient of iteration {2 * TURN - 1} is not finite on ranks 0, 1" in text
+    assert all(line["seconds"]["compute"] > 0 for line in lines), "the change's time is no part of the iteration"
 
 
 def test_a_checkpoint_of_iteration_0_is_of_the_configuration_that_the_run_began_with(tmp_path: Path) -> None:
