@@ -311,7 +311,7 @@ class Run:
             if farewell.is_due(iteration):
                 raise say_farewell(ranks, iteration, self.save_checkpoint)
             decision = time.perf_counter()
-            flushed = self.plan.follow(iteration, self._paces)
+            flushed = self.plan.follow(iteration)
             self._last += time.perf_counter() - decision  # neither decisions nor changes are a part of the iteration
             metrics = self._iterate(iteration, samples, flushed)
             if iteration == 0:
@@ -324,7 +324,7 @@ class Run:
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
             if checkpoint_schedule.is_due(done, (time.perf_counter() - self._begin) / done) or done == job.iterations:
                 self.save_checkpoint(done)
-            self.plan.observe(metrics.seconds["iteration"])
+            self.plan.observe(iteration, metrics.seconds["iteration"], fell_back=metrics.fell_back)
             self._last = time.perf_counter()
         farewell.is_open = False
 
@@ -369,6 +369,7 @@ class Run:
             wire_bytes=report.wire_bytes,
             skipped=len(report.skipped),
             nonfinite_ranks=report.nonfinite_ranks,
+            fell_back=report.fell_back,
             prediction_cosine=step.comparison.cosine if step.comparison else None,
             prediction_error=step.comparison.relative_error if step.comparison else None,
             test_accuracy=evaluation.accuracy if evaluation else None,

@@ -19,6 +19,7 @@ from _ranks import run_ranks
 from pipesgd import train as train_module
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.membership.farewell import Farewell
+from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS, Guard
 from pipesgd.planning import audition
 from pipesgd.planning.audition import AGAIN_AFTER, TURN, UNTIMED, Audition
 from pipesgd.planning.choose import MOST_CANDIDATES
@@ -114,6 +115,17 @@ def back_to(folder: Path, iteration: int) -> None:
             shutil.rmtree(path)
 
 
+def back_to_before_the_first_decision(folder: Path) -> None:
+    """Make a run that has compared three widths look as if it had been killed in the first turn of the last one."""
+    path = folder / "run" / "run.json"
+    described = json.loads(path.read_text())
+    planned = described["planned"]
+    begun = planned["audition"] | {"turns": planned["audition"]["turns"][:3], "passes": 1, "decision_at": 3 * TURN}
+    described["planned"] = planned | {"audition": begun | {"paces": []}, "support": "interpolated"}
+    path.write_text(json.dumps(described))
+    back_to(folder, 30)
+
+
 def widths(planned: dict[str, Any]) -> list[tuple[int, int]]:
     return [(iteration, choices["width"]) for iteration, choices in planned["audition"]["turns"]]
 
@@ -159,13 +171,7 @@ def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(
 def test_a_run_that_was_killed_before_a_decision_decides_by_what_it_had_measured(tmp_path: Path) -> None:
     words = f"{WORDS} --iterations 90"
     run(tmp_path, words)
-    path = tmp_path / "run" / "run.json"
-    described = json.loads(path.read_text())
-    planned = described["planned"]
-    begun = planned["audition"] | {"turns": planned["audition"]["turns"][:3], "passes": 1, "decision_at": 3 * TURN}
-    described["planned"] = planned | {"audition": begun | {"paces": []}, "support": "interpolated"}
-    path.write_text(json.dumps(described))
-    back_to(tmp_path, 30)
+    back_to_before_the_first_decision(tmp_path)
     result, _ = run(tmp_path, f"{words} --resume")
     found = result["planned"]["audition"]
     assert found["passes"] == 0
@@ -226,6 +232,28 @@ def test_a_checkpoint_of_iteration_0_is_of_the_configuration_that_the_run_began_
     assert result["codec"] != "fp32"
     back_to(tmp_path, 0)
     resumed, _ = run(tmp_path, f"{words} --resume")
+    assert resumed["weights_sha256"] == result["weights_sha256"]
+
+
+def fall_back_in_the_first_turn_of_width_2() -> None:
+    def observe(guard: Guard, norm: float, iteration: int) -> bool:
+        begins = iteration > TURN + 1 and not guard.is_synchronous(iteration)
+        if begins:
+            guard._synchronous_until = iteration + SYNCHRONOUS_ITERATIONS
+        return begins
+
+    Guard.observe = observe  # type: ignore[method-assign]
+
+
+def test_widths_that_a_guard_does_not_let_train_are_not_timed(tmp_path: Path) -> None:
+    words = f"{WORDS} --iterations 90 --guard"
+    result, text = run(tmp_path, words, prepare=fall_back_in_the_first_turn_of_width_2)
+    assert "the gradient blew up in iteration 13: " in text
+    assert [line["iteration"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["fell_back"]] == [13]
+    assert [pace is not None for pace in result["planned"]["audition"]["paces"]] == [True, False, False]
+    back_to_before_the_first_decision(tmp_path)
+    resumed, _ = run(tmp_path, f"{words} --resume", prepare=fall_back_in_the_first_turn_of_width_2)
+    assert [pace is not None for pace in resumed["planned"]["audition"]["paces"]] == [True, False, False]
     assert resumed["weights_sha256"] == result["weights_sha256"]
 
 
