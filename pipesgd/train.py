@@ -266,9 +266,7 @@ class Run:
         """
         workers = self.job.workers
         if (found := self.checkpoints.load_newest(self.state.what_is_wrong_with)) is not None:
-            done = found.own["strategy"]["iteration"]
-            if self.plan.planned is not None:
-                self.plan.swap_to(self.plan.planned.at(done - 1))  # the configuration whose state was saved
+            self.plan.restore(found.own["strategy"]["iteration"], found.shared)
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
             )
@@ -411,7 +409,8 @@ class Run:
         self.job.ranks.enter("checkpoint")
         for recorder in self._recorders:
             recorder.flush()
-        written = self.checkpoints.save(done, *self.state.snapshot(time.perf_counter() - self._begin))
+        shared, own = self.state.snapshot(time.perf_counter() - self._begin)
+        written = self.checkpoints.save(done, shared | self.plan.snapshot(), own)
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written
 

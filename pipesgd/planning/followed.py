@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ from pipesgd.strategy import StepReport
 class FollowedPlan:
     """The plan of a run, if there is one, and the configuration that trains by it now.
 
-    ``swap_to``, ``follow`` and ``report_exchanges`` are collective.
+    ``swap_to``, ``follow``, ``restore`` and ``report_exchanges`` are collective.
 
     Args:
         config: configuration of the run, in which nothing is left to be chosen.
@@ -75,6 +76,24 @@ class FollowedPlan:
         if self.planned.audition is not None and start > 0:
             for line in read_metrics(self._run_config.run.output / output.METRICS_FILE):
                 self._note(line["iteration"], line["seconds"]["iteration"], fell_back=line.get("fell_back", False))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the plan, equal on all ranks: run.json may lack the newest decisions."""
+        return {} if self.planned is None else {"planned": json.dumps(self.planned.as_json())}
+
+    def restore(self, done: int, shared: dict[str, Any]) -> None:
+        """Let the configuration train whose state a checkpoint of ``done`` iterations has.
+
+        A plan in ``shared``, a ``snapshot``, counts if it knows decisions that could not be written into run.json.
+        """
+        if self.planned is None:
+            return
+        if "planned" in shared:  # earlier versions had none
+            saved = Planned.from_json(json.loads(shared["planned"]))
+            if saved.decision_at > self.planned.decision_at:
+                self.planned = saved
+                self._record(saved)
+        self.swap_to(self.planned.at(done - 1))
 
     def follow(self, iteration: int) -> StepReport:
         """Let the configuration train whose turn it is, after rank 0's decision if one is due. See ``swap_to``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -27,6 +28,7 @@ from pipesgd.planning.drift import Drift
 from pipesgd.planning.followed import FollowedPlan
 from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks
+from pipesgd.run import output
 from pipesgd.run.console import screen
 from pipesgd.run.metrics import read_metrics
 from pipesgd.strategy import Strategy
@@ -255,6 +257,34 @@ def test_widths_that_a_guard_does_not_let_train_are_not_timed(tmp_path: Path) ->
     resumed, _ = run(tmp_path, f"{words} --resume", prepare=fall_back_in_the_first_turn_of_width_2)
     assert [pace is not None for pace in resumed["planned"]["audition"]["paces"]] == [True, False, False]
     assert resumed["weights_sha256"] == result["weights_sha256"]
+
+
+def choose_a_coarser_codec_on_a_full_disk() -> None:
+    choose_a_coarser_codec()
+    write = output.write_text_atomically
+
+    def written_when_the_run_begins(path: Path, text: str) -> None:
+        if path.name == output.RUN_FILE and path.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text)
+
+    output.write_text_atomically = written_when_the_run_begins
+
+
+def test_decisions_that_could_not_be_written_are_in_the_checkpoints(tmp_path: Path) -> None:
+    words = f"{WORDS} --codec auto --iterations 110"
+    result, _ = run(tmp_path, words, prepare=choose_a_coarser_codec_on_a_full_disk)
+    assert result["codec"] != "fp32"
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert len(described["planned"]["audition"]["turns"]) < len(result["planned"]["audition"]["turns"])
+    for iteration in (60, 105):
+        back_to(tmp_path, iteration)
+        (tmp_path / "run" / "run.json").write_text(json.dumps(described))
+        resumed, _ = run(tmp_path, f"{words} --resume", prepare=choose_a_coarser_codec)
+        assert resumed["weights_sha256"] == result["weights_sha256"]
+        told = json.loads((tmp_path / "run" / "run.json").read_text())
+        assert told["planned"]["choices"] == result["planned"]["choices"]
+        assert told["options"]["codec"] == result["codec"]
 
 
 def test_a_run_without_time_for_it_has_none_and_trains_as_planned(tmp_path: Path) -> None:
