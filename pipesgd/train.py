@@ -169,7 +169,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     chosen, planned, known = plan_run(
         config, ranks, model, batches, console, samples=samples, iterations=total, earlier=earlier
     )
-    lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None)
+    lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None, earlier)
     if known is not None and config.planning.auto:
         save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
     network: list[str] = ranks.all_gather_object("network address", network_address())
