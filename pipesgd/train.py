@@ -65,7 +65,7 @@ from pipesgd.run.summary import Result, describe, network_line, summarize
 from pipesgd.run.trace import Trace, loader
 from pipesgd.run.workload import agree_on_workload, check_exchange, load
 from pipesgd.strategies import make_pipeline, make_strategy, serve
-from pipesgd.strategy import Span, Strategy
+from pipesgd.strategy import Span, StepReport, Strategy
 
 DEFAULT_EPOCHS = 3
 FELL_BACK = (
@@ -171,7 +171,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     chosen, planned, known = plan_run(
         config, ranks, model, batches, console, samples=samples, iterations=total, earlier=earlier
     )
-    lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None)
+    lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None, earlier)
     if known is not None and config.planning.auto:
         save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
@@ -267,9 +267,7 @@ class Run:
         """
         workers = self.job.workers
         if (found := self.checkpoints.load_newest(self.state.what_is_wrong_with)) is not None:
-            done = found.own["strategy"]["iteration"]
-            if self.plan.planned is not None and done > 0:
-                self.plan.swap_to(self.plan.planned.at(done - 1))  # the configuration whose state was saved
+            self.plan.restore(found.own["strategy"]["iteration"], found.shared)
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
             )
@@ -311,9 +309,10 @@ class Run:
         for iteration in range(self.start, job.iterations):
             if farewell.is_due(iteration):
                 raise say_farewell(ranks, iteration, self.save_checkpoint)
-            if self.plan.follow(iteration, self._paces):
-                self._last = time.perf_counter()
-            metrics = self._iterate(iteration, samples)
+            decision = time.perf_counter()
+            flushed = self.plan.follow(iteration)
+            self._last += time.perf_counter() - decision  # neither decisions nor changes are a part of the iteration
+            metrics = self._iterate(iteration, samples, flushed)
             if iteration == 0:
                 self.plan.report_exchanges()
             done = iteration + 1
@@ -324,37 +323,33 @@ class Run:
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
             if checkpoint_schedule.is_due(done, (time.perf_counter() - self._begin) / done) or done == job.iterations:
                 self.save_checkpoint(done)
-            self.plan.observe(metrics.seconds["iteration"])
+            self.plan.observe(iteration, metrics.seconds["iteration"], fell_back=metrics.fell_back)
             self._last = time.perf_counter()
         farewell.is_open = False
 
-    def _iterate(self, iteration: int, samples: Batches) -> IterationMetrics:
-        """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due."""
+    def _iterate(self, iteration: int, samples: Batches, flushed: StepReport) -> IterationMetrics:
+        """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due.
+
+        ``flushed`` is about gradients that a change of the configuration has applied before it.
+        """
         job, ranks, per_epoch = self.job, self.job.ranks, self.job.batches.iterations_per_epoch
         ranks.iteration = iteration
         lr = float(job.schedule.get_last_lr()[0])
         ranks.enter("compute")
         loss, spans = forward_backward(self.strategy, samples, job.config, self.scaler, iteration)
         ranks.enter("all-reduce", waiting=True)
-        report = self.strategy.step()
-        for _ in range(report.schedule_steps):
+        step = self.strategy.step()
+        for _ in range(step.schedule_steps):
             job.schedule.step()
         self.losses.append(loss)
-        self.state.nonfinite += report.nonfinite_ranks.count(ranks.rank)
-        if (new := set(report.nonfinite_ranks) - self._blamed) and not self.scaler.is_enabled():
-            self._blamed |= new
-            line = LEFT_OUT.format(iteration=report.skipped[0], ranks=named(sorted(new)))
-            job.say(line)
-            if ranks.rank in new and ranks.rank > 0 and self.strategy.owns_optimizer:  # rank 0 does not know
-                warn(line.removeprefix("warning: "))
-        if report.fell_back:
-            job.say(FELL_BACK.format(iteration=iteration))
+        report = flushed.followed_by(step)
+        self._take_note(report, iteration)
         if self.trace is not None:
-            self.trace.add([*spans, *report.spans])
+            self.trace.add(spans)
             if (worker := samples.last.worker) is not None:
                 self.trace.add([Span(loader(worker), iteration, samples.last.start, samples.last.end)])
         loading = sum(span.seconds for span in spans if span.what == "data")
-        seconds = step_seconds(report, time.perf_counter() - self._last, loading)
+        seconds = step_seconds(step, time.perf_counter() - self._last, loading)
         self._paces.append(seconds["iteration"])
         self._loading.times.append((seconds["iteration"], loading, samples.last.seconds))
         self._computing.append(seconds["compute"])
@@ -373,11 +368,27 @@ class Run:
             wire_bytes=report.wire_bytes,
             skipped=len(report.skipped),
             nonfinite_ranks=report.nonfinite_ranks,
-            prediction_cosine=report.comparison.cosine if report.comparison else None,
-            prediction_error=report.comparison.relative_error if report.comparison else None,
+            fell_back=report.fell_back,
+            prediction_cosine=step.comparison.cosine if step.comparison else None,
+            prediction_error=step.comparison.relative_error if step.comparison else None,
             test_accuracy=evaluation.accuracy if evaluation else None,
             test_loss=evaluation.loss if evaluation else None,
         )
+
+    def _take_note(self, report: StepReport, iteration: int) -> None:
+        """Count the updates that were left out by the end of ``iteration``, and warn of what ``report`` tells."""
+        ranks = self.job.ranks
+        self.state.nonfinite += report.nonfinite_ranks.count(ranks.rank)
+        if (new := set(report.nonfinite_ranks) - self._blamed) and not self.scaler.is_enabled():
+            self._blamed |= new
+            line = LEFT_OUT.format(iteration=report.skipped[0], ranks=named(sorted(new)))
+            self.job.say(line)
+            if ranks.rank in new and ranks.rank > 0 and self.strategy.owns_optimizer:  # rank 0 does not know
+                warn(line.removeprefix("warning: "))
+        if report.fell_back:
+            self.job.say(FELL_BACK.format(iteration=iteration))
+        if self.trace is not None:
+            self.trace.add(report.spans)
 
     def _evaluate(self) -> Evaluation:
         job = self.job
@@ -399,7 +410,8 @@ class Run:
         self.job.ranks.enter("checkpoint")
         for recorder in self._recorders:
             recorder.flush()
-        written = self.checkpoints.save(done, *self.state.snapshot(time.perf_counter() - self._begin))
+        shared, own = self.state.snapshot(time.perf_counter() - self._begin)
+        written = self.checkpoints.save(done, shared | self.plan.snapshot(), own)
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written
 
@@ -407,7 +419,8 @@ class Run:
         """Apply the gradients that are still in flight, and evaluate the result."""
         job, workers = self.job, self.job.workers
         job.ranks.enter("last all-reduce", waiting=True)
-        self.strategy.flush()
+        report = self.strategy.flush()
+        self._take_note(report, job.iterations - 1)
         self.strategy.share_weights()
         job.ranks.enter("evaluation")
         hashes = hashes_of_ranks(job.model, workers)
@@ -424,6 +437,7 @@ class Run:
             iteration_seconds=workers.all_gather_object("pace", statistics(self._paces)["median"]),
             compute_seconds=workers.all_gather_object("pace of computing", statistics(self._computing)["median"]),
             exposed_loading=[None if one is None else ExposedLoading(*one) for one in exposed],
+            skipped_at_end=len(report.skipped),
             nonfinite=workers.all_gather_object("gradients that are not finite", self.state.nonfinite),
             weights_sha256=hashes[0],
             replicas_identical=len(set(hashes)) == 1,

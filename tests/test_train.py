@@ -533,13 +533,13 @@ def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
 
 
-def _train_with_infinities(ranks: Ranks, words: list[str]) -> tuple[str, str, str]:
-    """Train with gradients that are not finite on rank 1 in iterations 2 and 5."""
+def _train_with_infinities(ranks: Ranks, words: list[str], bad: tuple[int, ...]) -> tuple[str, str, str]:
+    """Train with gradients that are not finite on rank 1 in ``bad`` iterations."""
 
     def poisoned(strategy: Strategy, *others: Any) -> Any:
         result = forward_backward(strategy, *others)
         gradient = next(strategy.module.parameters()).grad
-        if ranks.rank == 1 and others[-1] in (2, 5):
+        if ranks.rank == 1 and others[-1] in bad:
             assert gradient is not None
             gradient.fill_(math.inf)
         return result
@@ -553,11 +553,21 @@ def test_gradients_that_are_not_finite_are_counted_and_said_although_only_their_
     tmp_path: Path, way: str
 ) -> None:
     words = [*f"{SHORT} {way} --on-nonfinite skip".split(), "--output", str(tmp_path)]
-    results = run_ranks(2, _train_with_infinities, words, process_group=False)
+    results = run_ranks(2, _train_with_infinities, words, (2, 5), process_group=False)
     assert [error for error, _, _ in results] == ["", ""]
     assert summary(tmp_path)["nonfinite_gradients_of_ranks"] == {"1": 2}
     said = "".join(out + err for _, out, err in results)
     assert said.count("warning: the gradient of iteration 2 is not finite on rank 1") == 1
+
+
+def test_updates_that_are_left_out_at_the_end_are_counted_and_said(tmp_path: Path) -> None:
+    words = [*f"{SHORT} --width 3 --on-nonfinite skip --trace".split(), "--output", str(tmp_path)]
+    results = run_ranks(2, _train_with_infinities, words, (10, 11), process_group=False)
+    assert [error for error, _, _ in results] == ["", ""]
+    assert summary(tmp_path)["nonfinite_gradients_of_ranks"] == {"1": 2}
+    assert summary(tmp_path)["skipped_updates"] == 2
+    said = "".join(out + err for _, out, err in results)
+    assert said.count("warning: the gradient of iteration 10 is not finite on rank 1") == 1
 
 
 def _train_with_a_faulty_ring(ranks: Ranks, output: str) -> str:

@@ -41,7 +41,8 @@ class DelayedUpdate:
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
         prediction: a name or a class; not used at width 1, unless it is a class that says so (``at_width_1``).
-        guard: whether to fall back to width 1 when gradients blow up; not used at width 1.
+        guard: whether to fall back to width 1 when gradients blow up. At width 1 it judges nothing, but its state is
+            kept for a later pipeline.
         clip: clipping of averaged gradients, and of the guesses in their place in a prediction.
         replica: the replica that the weights are of; by default this rank holds it alone.
 
@@ -65,7 +66,7 @@ class DelayedUpdate:
         self.warmup_iterations = warmup_iterations
         used = width > 1 or (isinstance(prediction, type) and prediction.at_width_1)
         self._kind = prediction if used else "none"
-        self._guard = Guard() if guard and width > 1 else None
+        self._guard = Guard() if guard else None
         self._optimizer = optimizer
         self._clip = clip
         self._replica = replica or Replica()
@@ -89,7 +90,7 @@ class DelayedUpdate:
     @property
     def wants_norms(self) -> bool:
         """True if ``arrived`` needs the norms of means, for a guard."""
-        return self._guard is not None
+        return self._guard is not None and self.width > 1
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +145,8 @@ class DelayedUpdate:
         Returns:
             True if the guard has found that staleness hurts, so that a period at width 1 begins.
         """
-        fell_back = self._guard is not None and norm is not None and self._guard.observe(norm, iteration)
+        guard = self._guard if self.wants_norms else None
+        fell_back = guard is not None and norm is not None and guard.observe(norm, iteration)
         first = guessed[0]
         in_one_pass = len(guessed) == 1 and self._prediction.apply(
             mean, first.unapplied, first.comparison, first.agreement, then

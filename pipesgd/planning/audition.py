@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -153,17 +153,26 @@ class Audition:
         """Return the choices that train in ``iteration``; None if they are those that the run began with."""
         return next((choices for first, choices in reversed(self.turns) if first <= iteration), None)
 
-    def decided(self, seconds: Mapping[int, float], *, again: bool, elapsed: float | None = None) -> Self:
+    def decided(
+        self,
+        seconds: Mapping[int, float],
+        *,
+        again: bool,
+        elapsed: float | None = None,
+        fallback: Container[int] = (),
+    ) -> Self:
         """Return what the run does from ``decision_at``.
 
         Args:
             seconds: time of each iteration, as far as known.
             again: whether the iterations after an audition that is over have contradicted it.
             elapsed: seconds that the iterations of the present audition and the changes between them took, if known.
+            fallback: iterations that a guard has run at width 1, which tell nothing of larger widths.
         """
         if self.over:
             return self._begun_again() if again else self._looking_later()
-        paces = [self._pace(choices, seconds) for choices in self.candidates]
+        counted = {number: time for number, time in seconds.items() if number not in fallback}
+        paces = [self._pace(one, seconds if one["width"] == 1 else counted) for one in self.candidates]
         best = self._best(paces)
         turn = self.turn * 2 ** max(0, self.passes + 1 - LEAST_PASSES)
         left = self._left(paces, best, turn, elapsed)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
 from pipesgd.config import TrainConfig
+from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.pipeline.pipelined import Pipelined
-from pipesgd.planning.audition import Audition
+from pipesgd.planning.audition import UNTIMED, Audition
 from pipesgd.planning.drift import Drift
 from pipesgd.planning.plan_run import remember
 from pipesgd.planning.planned import Planned, choices_of
@@ -20,12 +22,13 @@ from pipesgd.run import output
 from pipesgd.run.console import say
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.state import RunState
+from pipesgd.strategy import StepReport
 
 
 class FollowedPlan:
     """The plan of a run, if there is one, and the configuration that trains by it now.
 
-    ``swap_to``, ``follow`` and ``report_exchanges`` are collective.
+    ``swap_to``, ``follow``, ``restore`` and ``report_exchanges`` are collective.
 
     Args:
         config: configuration of the run, in which nothing is left to be chosen.
@@ -56,9 +59,10 @@ class FollowedPlan:
         self._console = console
         self._state = state
         self._make = make
-        self._start = 0
-        self._known_paces: dict[int, float] = {}
-        """Seconds of iterations of an earlier attempt at this run, for an audition that it had begun."""
+        self._seconds: dict[int, float] = {}
+        """Seconds of iterations on rank 0, with those of an earlier attempt at this run if it had begun an audition."""
+        self._fallback: set[int] = set()
+        """Iterations that a guard has run at width 1, those in which the pipeline fills again included."""
         self._changes: float | None = None
         """Seconds that changes of the configuration have taken in the present audition; None if it began in an earlier
         attempt at this run."""
@@ -66,32 +70,57 @@ class FollowedPlan:
 
     def begin(self, start: int) -> None:
         """Prepare for training from iteration ``start`` on."""
-        self._start = start
         if self.planned is None or self._ranks.rank > 0:
             return
         self._drift = Drift(self.planned)
         if self.planned.audition is not None and start > 0:
-            lines = read_metrics(self._run_config.run.output / output.METRICS_FILE)
-            self._known_paces = {line["iteration"]: line["seconds"]["iteration"] for line in lines}
+            for line in read_metrics(self._run_config.run.output / output.METRICS_FILE):
+                self._note(line["iteration"], line["seconds"]["iteration"], fell_back=line.get("fell_back", False))
 
-    def follow(self, iteration: int, paces: Sequence[float]) -> bool:
-        """Let the configuration train whose turn it is, after rank 0's decision if one is due; return True for another.
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the plan, equal on all ranks: run.json may lack the newest decisions."""
+        return {} if self.planned is None else {"planned": json.dumps(self.planned.as_json())}
 
-        ``paces`` are the seconds of the iterations from the first of this attempt on.
+    def restore(self, done: int, shared: dict[str, Any]) -> None:
+        """Let the configuration train whose state a checkpoint of ``done`` iterations has.
+
+        A plan in ``shared``, a ``snapshot``, counts if it knows decisions that could not be written into run.json.
         """
+        if self.planned is None:
+            return
+        if "planned" in shared:  # earlier versions had none
+            saved = Planned.from_json(json.loads(shared["planned"]))
+            if saved.decision_at > self.planned.decision_at:
+                self.planned = saved
+                self._record(saved)
+        self.swap_to(self.planned.at(done - 1))
+
+    def follow(self, iteration: int) -> StepReport:
+        """Let the configuration train whose turn it is, after rank 0's decision if one is due. See ``swap_to``."""
         if self.planned is None or self.planned.audition is None:
-            return False
+            return StepReport()
         if iteration >= self.planned.audition.decision_at:
-            self.planned = self._decided(self.planned, self.planned.audition, paces)
-        swapped = self.swap_to(self.planned.at(iteration))
+            self.planned = self._decided(self.planned, self.planned.audition)
+        report = self.swap_to(self.planned.at(iteration))
         if self.planned.audition is not None and iteration == self.planned.audition.begin:
             self._changes = 0.0
-        return swapped
+        return report
 
-    def observe(self, seconds: float) -> None:
-        """Report on rank 0 if iterations, of which the newest took ``seconds``, do not take the predicted time."""
-        if self._drift is not None and (line := self._drift.observe(seconds)):
+    def observe(self, iteration: int, seconds: float, *, fell_back: bool) -> None:
+        """Report on rank 0 if iterations, of which the newest took ``seconds``, do not take the predicted time.
+
+        Those at width 1 after the guard ``fell_back`` are not compared with a prediction for another width.
+        """
+        if self._drift is None:
+            return
+        self._note(iteration, seconds, fell_back=fell_back)
+        if iteration not in self._fallback and (line := self._drift.observe(seconds)):
             say(self._console, line)
+
+    def _note(self, iteration: int, seconds: float, *, fell_back: bool) -> None:
+        self._seconds[iteration] = seconds
+        if fell_back:
+            self._fallback.update(range(iteration + 1, iteration + 1 + SYNCHRONOUS_ITERATIONS + UNTIMED))
 
     def report_exchanges(self) -> None:
         """Record and report the exchanges of gradients, if they were left to be chosen, once they have been."""
@@ -101,18 +130,21 @@ class FollowedPlan:
         named = ", ".join(f"{name} by {how}" for name, how in chosen.items())
         say(self._console, f"--reduce auto: {named or 'there is neither an embedding nor a linear layer to train'}")
 
-    def swap_to(self, choices: dict[str, Any]) -> bool:
-        """Train with these ``AUTO_OPTIONS`` from now on; return False if they are those that train already."""
+    def swap_to(self, choices: dict[str, Any]) -> StepReport:
+        """Train with these ``AUTO_OPTIONS`` from now on; return a report of the gradients applied for that.
+
+        Nothing is done if they are those that train already.
+        """
         if choices == self._choices:
-            return False
+            return StepReport()
         config = self.config.with_choices(choices)
         same_codec = config.compression == self.config.compression
         self.config, self._choices = config, choices
         begin = time.perf_counter()
-        swap_strategy(self._state, lambda former: self._make(config, former), same_codec=same_codec)
+        report = swap_strategy(self._state, lambda former: self._make(config, former), same_codec=same_codec)
         if self._changes is not None:
             self._changes += time.perf_counter() - begin
-        return True
+        return report
 
     def _record(self, planned: Planned | None) -> dict[str, str] | None:
         """Write what has been decided: the plan, its choices, and those of exchanges with --reduce auto.
@@ -128,7 +160,7 @@ class FollowedPlan:
         output.describe_again(config, self._ranks, None if planned is None else planned.as_json(), chosen)
         return chosen
 
-    def _decided(self, planned: Planned, audition: Audition, paces: Sequence[float]) -> Planned:
+    def _decided(self, planned: Planned, audition: Audition) -> Planned:
         """Return the plan after rank 0's decision.
 
         It is recorded even if it changes nothing: a resumed run that looked again could decide differently.
@@ -136,13 +168,13 @@ class FollowedPlan:
         ranks, config = self._ranks, self._run_config
         decided: dict[str, Any] | None = None
         if ranks.rank == 0:
-            known = self._known_paces | dict(enumerate(paces, self._start))
             again = self._drift is not None and self._drift.contradicted
-            took = [known.get(number) for number in range(audition.begin, audition.decision_at)]
+            took = [self._seconds.get(number) for number in range(audition.begin, audition.decision_at)]
             elapsed = None
             if self._changes is not None and None not in took:  # without evaluations and checkpoints
                 elapsed = sum(one for one in took if one is not None) + self._changes
-            decided = planned.heard(audition.decided(known, again=again, elapsed=elapsed)).as_json()
+            heard = audition.decided(self._seconds, again=again, elapsed=elapsed, fallback=self._fallback)
+            decided = planned.heard(heard).as_json()
         found = Planned.from_json(ranks.all_gather_object("audition", decided)[0])
         self._record(found)
         if len(found.turns) > len(planned.turns):

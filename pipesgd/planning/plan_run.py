@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -245,6 +246,11 @@ def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig
     options, planned = earlier["options"], earlier["planned"]
     try:
         config = config.with_choices({name: options[name] for name in config.planning.auto})
-        return config, None if planned is None else Planned.from_json(planned)
+        if planned is None:
+            return config, None
+        found = Planned.from_json(planned)
+        # Even if the resuming command spells them out, since a turn of the audition may be of other values.
+        chosen = dataclasses.replace(config.planning, chosen=tuple(found.asked))
+        return dataclasses.replace(config, planning=chosen), found
     except (KeyError, TypeError, UserInputError) as failure:
         raise CheckpointError(f"the run to resume must record its choices; got {failure!r}") from None

@@ -62,6 +62,11 @@ class Planned:
         """Choices of auditions by the iteration from which on they train."""
         return [] if self.audition is None else self.audition.turns
 
+    @property
+    def decision_at(self) -> int:
+        """Iteration before which rank 0 decides next, later after every decision; 0 without an audition."""
+        return 0 if self.audition is None else self.audition.decision_at
+
     def at(self, iteration: int) -> dict[str, Any]:
         """Return the values of all ``AUTO_OPTIONS`` in ``iteration``."""
         return (None if self.audition is None else self.audition.at(iteration)) or self.began_with or self.choices

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pipesgd.flat_buffer import rearranged
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.run.state import RunState
+from pipesgd.strategy import StepReport
 
 
-def swap_strategy(state: RunState, make: Callable[[Pipelined], Pipelined], *, same_codec: bool) -> None:
+def swap_strategy(state: RunState, make: Callable[[Pipelined], Pipelined], *, same_codec: bool) -> StepReport:
     """Replace ``state.strategy`` by the one that ``make`` constructs on the same model and optimizer. Collective.
 
     Gradients in flight are applied first, so the new pipeline starts empty, from the weights that all ranks agree on.
@@ -23,12 +24,15 @@ def swap_strategy(state: RunState, make: Callable[[Pipelined], Pipelined], *, sa
             rank's own.
         same_codec: True if both strategies encode gradients with the same options.
 
+    Returns:
+        report of the gradients that were in flight.
+
     Raises:
         CommunicationError: a rank was lost.
     """
     former = state.strategy
     assert isinstance(former, Pipelined)
-    former.flush()
+    report = former.flush()
     kept = former.state_dict()
     pipeline = make(former)
     state.strategy = pipeline
@@ -45,3 +49,4 @@ def swap_strategy(state: RunState, make: Callable[[Pipelined], Pipelined], *, sa
         kept["prediction"] = fresh["prediction"]
     pipeline.load_state_dict(kept)
     pipeline.add_to_next_gradient([] if same_codec else residuals)
+    return report

@@ -46,6 +46,8 @@ class IterationMetrics:
     """Updates left out because their gradient was not finite."""
     nonfinite_ranks: tuple[int, ...] = ()
     """Ranks whose own gradients were not finite in the skipped updates."""
+    fell_back: bool = False
+    """True if the guard has found that staleness hurts, so that a period at width 1 begins."""
     prediction_cosine: float | None = None
     """Cosine between rank 0's gradient, which took the place of the mean in flight, and that mean when it arrived. With
     local steps, of movements, at width 1 too: it falls as ranks drift apart within a window."""

@@ -64,13 +64,18 @@ def earlier_run(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
     return earlier
 
 
-def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None = None) -> FolderLock | None:
+def take_folder(
+    config: TrainConfig,
+    ranks: Ranks,
+    planned: dict[str, Any] | None = None,
+    earlier: dict[str, Any] | None = None,
+) -> FolderLock | None:
     """Take ``--output`` for this run on every machine, and return the lock on it. All ranks call this together.
 
     An empty or new folder is taken. A folder that holds this very run is taken with ``--resume``, or when torchrun has
     restarted a job that had taken it before. From a folder that holds any run, ``--overwrite`` deletes that run. The
-    ``planned`` values are stored with the options. The first rank of each machine has the lock, and must hold it as
-    long as any rank writes.
+    ``planned`` values are stored with the options, and ``earlier`` is what ``earlier_run`` returned. The first rank of
+    each machine has the lock, and must hold it as long as any rank writes.
 
     Raises:
         UserInputError: the folder holds something else, cannot be written to, or is in use.
@@ -79,6 +84,9 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
     folder, overwrite = config.run.output, config.run.overwrite
     resume = _resumes(config, ranks)
     description = _description(config, ranks, planned)
+    chosen: dict[str, Any] = {}
+    if planned is not None and earlier is not None:  # rank 0's: another machine may have missed the newest decision
+        chosen = {name: earlier["options"].get(name) for name in planned["asked"]}
     first_of_machine = ranks.local_rank == 0
     lock: FolderLock | None = None
 
@@ -90,17 +98,17 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
         nonlocal lock
         if first_of_machine and lock is None:
             lock = FolderLock(folder, job)
-        _check(folder, description, resume, overwrite)  # again: somebody may have come first
+        _check(folder, description, resume, overwrite, chosen)  # again: somebody may have come first
         if first_of_machine:  # before any machine with the same disk writes
             _delete(_matching(folder, _CUT_SHORT))
 
     def write() -> None:
         if first_of_machine:
             if overwrite and not resume:
-                _delete(_written(folder))
+                _delete(_written(folder, keep=config.planning.cluster))
             _describe(folder, description)
 
-    ranks.raise_together("the output folder", lambda: _check(folder, description, resume, overwrite))
+    ranks.raise_together("the output folder", lambda: _check(folder, description, resume, overwrite, chosen))
     job: str = ranks.all_gather_object("the job's name", uuid.uuid4().hex)[0]
     try:
         # Machines with a common disk then find the job's name in the lock, whichever of them is faster.
@@ -152,7 +160,7 @@ def _resumes(config: TrainConfig, ranks: Ranks) -> bool:
     return config.run.resume or (restarted and ranks.job_has(TAKEN))
 
 
-def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: bool) -> None:
+def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: bool, chosen: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
@@ -161,7 +169,7 @@ def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: b
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserInputError(f"output must be a folder to write to; got {folder}, which is read-only")
     if resume and (folder / RUN_FILE).exists():
-        _check_same_run(folder / RUN_FILE, description)
+        _check_same_run(folder / RUN_FILE, description, chosen)
 
 
 def _check_contents(folder: Path, resume: bool, overwrite: bool) -> None:
@@ -211,10 +219,10 @@ def _describes_a_run(path: Path) -> bool:
         return False
 
 
-def _check_same_run(path: Path, description: dict[str, Any]) -> None:
+def _check_same_run(path: Path, description: dict[str, Any], chosen: dict[str, Any]) -> None:
     earlier = _read(path)
     # An option that is newer than the run has its default in it, since options are off until asked for.
-    options, world_size = TrainConfig().options() | earlier["options"], earlier["world_size"]
+    options, world_size = TrainConfig().options() | earlier["options"] | chosen, earlier["world_size"]
     if world_size != description["world_size"]:
         raise CheckpointError(
             f"world size must be that of the run to resume, {world_size}; got {description['world_size']}"
@@ -225,9 +233,13 @@ def _check_same_run(path: Path, description: dict[str, Any]) -> None:
         )
 
 
-def _written(folder: Path) -> list[Path]:
-    """Return what a run wrote into ``folder``, by its file names, except run.json, which is about to be replaced."""
-    files = [path for name in _FILES if os.path.lexists(path := folder / name)]
+def _written(folder: Path, *, keep: Path | None) -> list[Path]:
+    """Return what a run wrote into ``folder``, by its file names, except run.json, which is about to be replaced.
+
+    The file to ``keep`` is left out, too: the cluster that the new run is told to use may be that of the old one.
+    """
+    kept = None if keep is None else os.path.realpath(keep)
+    files = [path for name in _FILES if os.path.lexists(path := folder / name) and os.path.realpath(path) != kept]
     try:
         checkpoints = CheckpointFolder(folder / CHECKPOINTS).all()
         events = _matching(folder / TENSORBOARD, EVENT_FILE)

@@ -36,6 +36,8 @@ class Result:
     """Median duration of the computation in each rank's iterations, without waiting for others."""
     exposed_loading: list[ExposedLoading | None]
     """Each rank's wait for its batches."""
+    skipped_at_end: int
+    """Number of updates left out after the last iteration, when those still in flight arrived."""
     nonfinite: list[int]
     """Number of updates that were left out while a rank's own gradient was not finite, of each rank."""
     weights_sha256: str
@@ -112,7 +114,7 @@ def summarize(
         "wire_bytes_per_iteration": (
             round(sum(line["wire_bytes"] for line in window) / len(window)) if window else None
         ),
-        "skipped_updates": sum(line["skipped"] for line in lines),
+        "skipped_updates": sum(line["skipped"] for line in lines) + result.skipped_at_end,
         "nonfinite_gradients_of_ranks": {rank: number for rank, number in enumerate(result.nonfinite) if number},
         "final": {
             "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN

@@ -187,6 +187,16 @@ def test_a_candidate_without_a_time_is_neither_out_nor_chosen() -> None:
     assert over.chosen[0] == ONE
 
 
+def test_iterations_that_a_guard_runs_at_width_1_are_no_time_of_larger_widths() -> None:
+    first = audition(0.13, 0.12, 0.125)
+    times = seconds(first, {1: 0.13, 2: 0.12, 3: 0.125}, noise=0.01)
+    fallback = range(TURN // 2, 2 * TURN + UNTIMED + 6)
+    paces = first.decided(times, again=False, fallback=fallback).paces
+    ends = [times[number] for number in range(fallback.stop, 3 * TURN)]
+    assert len(ends) > 1
+    assert paces == [first.decided(times, again=False).paces[0], None, Pace.of(ends)]
+
+
 def test_without_any_time_the_prediction_counts() -> None:
     second = audition(0.13, 0.12).decided({}, again=False)
     over = second.decided({}, again=False, elapsed=9.0)

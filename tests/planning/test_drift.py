@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+from typing import Any
 
 import pytest
 from _plans import prediction
+from _rank_threads import run_rank_threads
 
+from pipesgd.cli import parse
+from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.drift import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift
+from pipesgd.planning.followed import FollowedPlan
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import screen
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1.01, "slower"), (0.99, "faster")])
@@ -54,3 +62,19 @@ def test_windows_of_local_steps_are_compared_by_their_means() -> None:
     assert said[-1].startswith("the median window takes 1.20 s an iteration, predicted ")
     assert planned.compare(1.0).startswith("the median window took 1.00 s an iteration, predicted 1.00 s ")
     assert planned.windows([1.0, 2.0, 5.0, 6.0, 9.0]) == [1.5, 5.5]
+
+
+def _said_of_a_fallback(ranks: Ranks, fell_back: bool) -> str:
+    """Return what a run says of iterations that take longer than predicted, for as long as a fallback is."""
+    out = io.StringIO()
+    nothing: Any = None  # no audition: nothing is replaced
+    plan = FollowedPlan(parse([]), prediction(), ranks, screen(ranks, out), nothing, nothing)
+    plan.begin(0)
+    for iteration in range(SETTLING + SYNCHRONOUS_ITERATIONS):
+        plan.observe(iteration, 9.0, fell_back=fell_back and iteration == SETTLING)
+    return out.getvalue()
+
+
+def test_a_fallback_of_the_guard_is_no_drift() -> None:
+    assert "slower" in run_rank_threads(1, _said_of_a_fallback, False)[0]
+    assert run_rank_threads(1, _said_of_a_fallback, True) == [""]

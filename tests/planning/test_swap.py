@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from _ranks import run_ranks
 from torch import Tensor, nn
 
+from pipesgd.pipeline.divergence_guard import SETTLE
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.planning.swap import swap_strategy
 from pipesgd.ranks import Ranks
@@ -110,6 +112,41 @@ def test_a_strategy_follows_another_one_with_what_it_knew(before: dict[str, Any]
             assert any(value != 0 for flat in found["residuals"] for value in flat)
     assert one["after"] == other["after"]
     assert one["statistics"] != other["statistics"]  # those of batch norm, over each rank's own samples
+
+
+def _guard_over_width_1(ranks: Ranks) -> tuple[bool, dict[str, Any], dict[str, Any]]:
+    """Return whether a guard falls back, and its state before and after a turn of width 1."""
+    torch.manual_seed(0)
+    model = nn.Linear(7, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    options: dict[str, Any] = {"guard": True, "ranks": ranks}
+    old = Pipelined(model, optimizer, width=2, **options)
+    state = RunState(model=model, optimizer=optimizer, schedule=schedule, strategy=old, losses=collections.deque())
+
+    def step(scale: float = 1.0) -> bool:
+        model(scale * torch.randn(4, 7)).square().mean().backward()
+        return state.strategy.step().fell_back
+
+    for _ in range(2 * SETTLE):
+        assert not step()
+    step(1e3)
+    fell_back = step()
+    old.flush()
+    before = old.state_dict()["guard"]
+    for width in (1, 2):
+        make = functools.partial(Pipelined, model, optimizer, width=width, init_sync=False, **options)
+        swap_strategy(state, lambda former, make=make: make(successor_of=former), same_codec=True)
+        after = state.strategy.state_dict()["guard"]
+        step()
+    state.strategy.close()
+    return fell_back, before, after
+
+
+def test_a_guard_keeps_what_it_knows_over_a_turn_of_width_1() -> None:
+    for fell_back, before, after in run_ranks(2, _guard_over_width_1):
+        assert fell_back
+        assert before == after
 
 
 def _residual_in_the_next_gradient(ranks: Ranks) -> tuple[list[float], list[float], list[float]]:

@@ -238,6 +238,36 @@ def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run.json").read_text())["options"]["lr"] == 0.5
 
 
+def _take_planned(ranks: Ranks, folder: Path, words: str, width: int) -> Any:
+    config = configuration(folder / str(ranks.rank), words)
+    planned = {"asked": ["width"], "choices": {"width": width}}
+    earlier = earlier_run(config, ranks)
+    return take_folder(config.with_choices({"width": width}), ranks, planned, earlier)
+
+
+def test_a_machine_that_has_missed_a_decision_continues_by_that_of_rank_0(tmp_path: Path) -> None:
+    for lock in run_rank_threads(2, _take_planned, tmp_path, "--width auto", 1):
+        lock.release()
+    path = tmp_path / "0" / "run.json"
+    path.write_text(path.read_text().replace('"width": 1', '"width": 2'))
+    for lock in run_rank_threads(2, _take_planned, tmp_path, "--width auto --resume", 2):
+        assert not isinstance(lock, Exception), lock
+        lock.release()
+    assert json.loads((tmp_path / "1" / "run.json").read_text())["options"]["width"] == 2
+    for refused in run_rank_threads(2, _take_planned, tmp_path, "--width 3 --resume", 3):
+        assert str(refused) == "width must be that of the run to resume, 2; got 3"
+
+
+@pytest.mark.parametrize("words", ["", "--width auto"])
+def test_overwrite_keeps_the_cluster_that_it_is_told_to_use(tmp_path: Path, words: str) -> None:
+    take(tmp_path / "run").release()
+    (tmp_path / "run" / "cluster.toml").write_text("measured")
+    take(tmp_path / "run", f"--overwrite {words} --cluster {tmp_path}/run/../run/cluster.toml").release()
+    assert (tmp_path / "run" / "cluster.toml").read_text() == "measured"
+    take(tmp_path / "run", "--overwrite").release()
+    assert not (tmp_path / "run" / "cluster.toml").exists()
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
 def test_overwrite_deletes_nothing_through_a_link(tmp_path: Path, name: str) -> None:
     take(tmp_path / "run").release()
