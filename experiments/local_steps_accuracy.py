@@ -72,6 +72,7 @@ class Way(NamedTuple):
     words: str = ""
     multiple: float = 1.0
     """Multiple of the learning rate."""
+    fragments: int = 1
 
     @property
     def options(self) -> str:
@@ -112,7 +113,7 @@ def ways(steps: Sequence[int]) -> list[Way]:
         fragments = math.gcd(number, FRAGMENTS)
         if fragments > 1:
             turns = f"--local-steps {number // fragments} --fragments {fragments}"
-            found += [Way(STREAMING, number, 2, codec, turns) for codec in ("fp32", "int4")]
+            found += [Way(STREAMING, number, 2, codec, turns, fragments=fragments) for codec in ("fp32", "int4")]
         found.append(Way(DILOCO, number, 1, "fp32", f"{windows} --outer nesterov"))
     return found
 

@@ -15,10 +15,11 @@ must reach the accuracy of synchronous training after 1404 iterations, the mean 
 - the time of an iteration, on the testbed, in passes in which all ways to train take turns. Each rank has an emulated
   accelerator: a real model that takes at least 75 ms ("at_least"), or a wait of 75 ms ("synthetic").
 
-DiLoCo is width 1, float32 and outer Nesterov; pipesgd is width 2 and int4; H are the local steps of both. The table
-also has the share of the communication that was hidden, by the reports of the ranks (1 - wait / communication), next to
-the share that the timing model predicts from a calibration without local steps, to which the computation's slowdown by
-the communication is exposed, too, and the fewest local steps of which its planner says that they hide all of it.
+DiLoCo is width 1, float32 and outer Nesterov; pipesgd is width 2 and int4, also with fragments (weight streaming). H
+are the iterations between two exchanges of a weight. The table also has the share of the communication that was hidden,
+by the reports of the ranks (1 - wait / communication), next to the share that the timing model predicts from a
+calibration without local steps, to which the computation's slowdown by the communication is exposed, too, and the
+fewest local steps of which its planner says that they hide all of it.
 Bytes are those that all ranks together report for an iteration, next to the ring's formula, to the byte; torch does not
 count those of DDP, whose reports are the formula.
 
@@ -37,6 +38,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -45,7 +47,7 @@ from rich.console import Console
 from experiments import command, figures, simulated_runs, style
 from experiments.accuracies import seconds_to
 from experiments.kept_runs import KeptRuns
-from experiments.local_steps_accuracy import DILOCO, LOCAL_STEPS, STEPS, Planned, Way, planned_run, ways
+from experiments.local_steps_accuracy import DILOCO, LOCAL_STEPS, STEPS, STREAMING, Planned, Way, planned_run, ways
 from experiments.paired import median, paired_ratio
 from experiments.results import Panels, Row, code_state, save
 from experiments.simulated_runs import QUICK_ITERATIONS, WORLD_SIZE, Run
@@ -60,16 +62,20 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from pipesgd.strategy import hidden_share
 from timing_model.alternatives import hiding_steps
+from timing_model.buckets import Cut
 from timing_model.choices import Choice
 from timing_model.cluster_profile import Profile
+from timing_model.fragments import windows_of
+from timing_model.job import Job
+from timing_model.predict import predict
 from timing_model.schedules import split
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAME = "local_steps_time"
-DDP, DDP_FP16, OURS = "DDP", "DDP, fp16", "pipesgd, int4"
-LOOKS = {DDP: "ddp", DDP_FP16: "ddp fp16", DILOCO: DILOCO, OURS: "width 2, int4"}
+DDP, DDP_FP16, OURS, STREAMED = "DDP", "DDP, fp16", "pipesgd, int4", "pipesgd, int4, fragments"
+LOOKS = {DDP: "ddp", DDP_FP16: "ddp fp16", DILOCO: DILOCO, OURS: "width 2, int4", STREAMED: "width 3, int4"}
 """Names by which contenders get their colours and lines."""
 LENGTHS, QUICK_LENGTHS = (0.75, 1.0, 1.25, 1.5, 2.0), (1.0,)
 """Lengths of runs that are tried, as multiples of the workload's iterations."""
@@ -134,6 +140,8 @@ def contenders(steps: Sequence[int]) -> list[Contender]:
             found.append(Contender(DILOCO, way, way.options))
         elif (way.method, way.width, way.codec) == (LOCAL_STEPS, 2, "int4"):
             found.append(Contender(OURS, way, way.options))
+        elif (way.method, way.codec) == (STREAMING, "int4"):
+            found.append(Contender(STREAMED, way, way.options))
     return found
 
 
@@ -219,7 +227,7 @@ def measure(cell: Cell, all_contenders: Sequence[Contender], folder: Path, *, qu
         planned_local_steps=_planned_local_steps(profile, cell.nodes),
         cells={
             one.timed: _predicted(profile, cell.nodes, one)
-            | _measured(of_passes, formula_bytes(one.way.codec, profile.compute[0].numel, cell.nodes), one.way)
+            | _measured(of_passes, exchange_bytes(one.way, profile.compute[0].tensors, cell.nodes), one.way)
             for one, of_passes in zip(all_contenders, times, strict=True)
         },
     )
@@ -236,16 +244,20 @@ def _predicted(profile: Profile, nodes: int, one: Contender) -> dict[str, Any]:
     """Return the time of an iteration, and the hidden share, by the timing model, which is not asked about DDP."""
     if one.name in (DDP, DDP_FP16):
         return {"predicted_s": None, "predicted_hidden": None}
-    steps = one.way.local_steps
-    answer = ask(profile, nodes, None, {"width": one.way.width, "codec": one.way.codec, "local_steps": steps})
-    exposed = answer.iteration.wire + answer.iteration.codec
+    [compute], way = profile.compute, one.way
+    job = Job(cluster=profile, compute=compute, world_size=nodes, width=way.width, codec=way.codec)
+    windows = windows_of(job, way.local_steps // way.fragments, way.fragments)
+    answers = [predict(window, extrapolate=True) for window in windows]
     return {
-        "predicted_s": answer.iteration.total,
-        "predicted_hidden": hidden_share(answer.collective.total / steps, exposed),
+        "predicted_s": fmean(answer.iteration.total for answer in answers),
+        "predicted_hidden": hidden_share(
+            sum(answer.collective.total for answer in answers) / way.local_steps,
+            fmean(answer.iteration.wire + answer.iteration.codec for answer in answers),
+        ),
     }
 
 
-def _measured(of_passes: Sequence[Mapping[str, float]], exchange_bytes: int, way: Way) -> dict[str, Any]:
+def _measured(of_passes: Sequence[Mapping[str, float]], exchanged: int, way: Way) -> dict[str, Any]:
     """Return the seconds of an iteration in each pass, the hidden share over all of them, and the bytes."""
 
     def over(name: str) -> float:
@@ -257,10 +269,20 @@ def _measured(of_passes: Sequence[Mapping[str, float]], exchange_bytes: int, way
         "exchange_s": steps * over("communication_seconds"),
         "hidden": hidden_share(over("communication_seconds"), over("exposed_seconds")),
         "bytes": over("wire_bytes"),
-        "formula_bytes": exchange_bytes / steps,
-        "bytes_equal": all(round(steps * one["wire_bytes"]) == exchange_bytes for one in of_passes),
+        "formula_bytes": exchanged / steps,
+        "bytes_equal": all(round(steps * one["wire_bytes"]) == exchanged for one in of_passes),
         "cpu_share": over("cpu_share"),
     }
+
+
+def exchange_bytes(way: Way, tensors: Sequence[int], ranks: int) -> int:
+    """Return the bytes that all ranks together send until every one of the ``tensors`` was exchanged once.
+
+    ``tensors`` are the numbers of values of the parameters, in the model's order.
+    """
+    last_first = tensors[::-1]  # cut as the trainer cuts them
+    parts = (last_first[part.start : part.stop] for part in Cut(count=way.fragments)(last_first))
+    return sum(formula_bytes(way.codec, sum(part), ranks) for part in parts)
 
 
 def formula_bytes(codec: str, numel: int, ranks: int) -> int:
@@ -358,7 +380,7 @@ def judge(rows: Sequence[Row]) -> dict[str, str]:
     for cell in (cell for cell in CELLS if cell.rate == JUDGED_RATE):
         where = {"mbit_per_s": cell.link.rate / 1e6, "accelerator": cell.emulation}
         own = [row for row in rows if {name: row[name] for name in where} == where]
-        ours = [row["times_as_fast_as_ddp"] for row in best_of(own) if row["contender"] == OURS]
+        ours = [row["times_as_fast_as_ddp"] for row in best_of(own) if row["contender"] in (OURS, STREAMED)]
         if own:
             found[cell.name] = _verdict(any(times is not None and times >= TIMES_AS_FAST for times in ours))
     return found

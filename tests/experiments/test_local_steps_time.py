@@ -29,6 +29,7 @@ from experiments.local_steps_time import (
     OURS,
     QUICK_CELLS,
     QUICK_EVALUATE,
+    STREAMED,
     Arrival,
     Contender,
     Timed,
@@ -36,6 +37,7 @@ from experiments.local_steps_time import (
     arrivals,
     best_of,
     contenders,
+    exchange_bytes,
     formula_bytes,
     judge,
     main,
@@ -65,9 +67,10 @@ CROSSINGS: dict[str, dict[int, Sequence[float | None]]] = {
     DDP_FP16: {1: (1000.0, 1120.0)},
     DILOCO: {4: (None, 1200.0), 8: (None, None)},
     OURS: {4: (1050.0, 1150.0), 8: (1700.0, 1900.0)},
+    STREAMED: {4: (None, 1000.0), 8: (1500.0, 1600.0)},
 }
 """Iterations after which each seed has the accuracy, by contender and H; None for one that does not get there."""
-SECONDS = {DDP: 1.5, DDP_FP16: 0.8, DILOCO: 0.4, OURS: 0.08}
+SECONDS = {DDP: 1.5, DDP_FP16: 0.8, DILOCO: 0.4, OURS: 0.08, STREAMED: 0.2}
 
 
 def ran(crossing: float | None, accuracy: float = 0.885) -> Run:
@@ -169,10 +172,10 @@ def test_the_ranks_report_the_bytes_of_the_formula() -> None:
     options = [one.timed for one in contenders([2])]
     of_ranks = run_ranks(2, _measured, options, process_group=False)
     assert of_ranks[0] == of_ranks[1]
-    numel = 64 * 20 + 20 + 20 * 10 + 10
+    tensors = (64 * 20, 20, 20 * 10, 10)
     for one, found in zip(contenders([2]), of_ranks[0], strict=True):
         steps = one.way.local_steps
-        assert found["wire_bytes"] * steps == formula_bytes(one.way.codec, numel, 2)
+        assert found["wire_bytes"] * steps == exchange_bytes(one.way, tensors, 2)
         assert found["communication_seconds"] > 0
         assert 0 <= found["exposed_seconds"] <= found["seconds"]
 
@@ -199,6 +202,7 @@ def test_the_length_counts_that_is_there_first_if_all_seeds_get_there() -> None:
             (DDP_FP16, 1): Arrival(1060, best),
             (OURS, 4): Arrival(1100, best),
             (OURS, 8): Arrival(1800, best),
+            (STREAMED, 8): Arrival(1550, best),
         }
     some = runs(planned)
     for length in LENGTHS:
@@ -248,7 +252,7 @@ def test_the_figure_has_a_line_for_each_contender_and_its_local_steps() -> None:
     assert lines[OURS] == [[rate, pytest.approx(1100 * 0.08 / 60)] for rate in (10, 25, 50)]
     assert lines[DILOCO] == []
     texts = [text.get_text() for text in axes.texts]
-    assert texts == ["H 4", "H 4", "H 4", "DiLoCo never reaches it"]
+    assert texts == [*["H 4"] * 3, *["H 8"] * 3, "DiLoCo never reaches it"]
     assert axes.get_ylabel() == "time to 87.50 % (min)"
 
 
@@ -280,12 +284,12 @@ def test_a_short_run_is_kept_and_written(
     for one in itertools.chain.from_iterable(plan(contenders(STEPS[:1]), QUICK_SEEDS, quick=True).values()):
         simulated.add(one.words, simulate(one.words, test_every=one.test_every))
     main(words, alone(), console)
-    assert "bytes differ from the formula in 0 of 4 rows" in capsys.readouterr().out
+    assert "bytes differ from the formula in 0 of 5 rows" in capsys.readouterr().out
     table = load(tmp_path / "local_steps_time.csv")
     names = [(row["contender"], row["local_steps"]) for row in table]
-    assert names == [(DDP, 1), (DDP_FP16, 1), (OURS, 2), (DILOCO, 2)]
+    assert names == [(DDP, 1), (DDP_FP16, 1), (OURS, 2), (STREAMED, 2), (DILOCO, 2)]
     assert all(row["iteration_s"] > 0.02 and row["bytes"] == row["formula_bytes"] > 0 for row in table)
-    assert [row["predicted_s"] is None for row in table] == [True, True, False, False]
+    assert [row["predicted_s"] is None for row in table] == [True, True, False, False, False]
     assert all(0 <= row["hidden"] <= 1 for row in table)
     assert (tmp_path / "local_steps_time.png").stat().st_size > 0
     kept = {path.name: path.read_bytes() for path in tmp_path.glob("*s.json") if "manifest" not in path.name}
