@@ -25,7 +25,7 @@ count those of DDP, whose reports are the formula.
 
 Finished runs are kept in local_steps_time.runs.json, and finished settings of the testbed in
 local_steps_time.settings.json, in the output folder: the same command makes only those that are missing. The runs take
-about an hour of two cores, and the settings another one.
+about an hour and a half of two cores, and the settings another one.
 """
 
 from __future__ import annotations
