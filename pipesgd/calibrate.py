@@ -59,6 +59,7 @@ def calibrate(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
     options, training = config.calibration, config.training()
     ranks.raise_together("files", lambda: check_files(config, ranks.rank))
     ranks.raise_together("ranks", lambda: check_ranks(ranks.world_size))
+    ranks.addresses()  # before anything is loaded
     data, batches, model, _ = ranks.raise_together("data and model", lambda: load(training, ranks))
     samples = agree_on_workload(training, data, batches, model, ranks)
 

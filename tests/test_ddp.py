@@ -234,6 +234,16 @@ def test_an_option_of_windows_alone_means_windows_of_one_iteration(options: dict
         assert same(expected, found)
 
 
+def _with_defaults_of_windows(ranks: Ranks) -> tuple[Weights, Weights]:
+    defaults = {"local_steps": None, "outer": None, "outer_lr": None, "fragments": 1, "average_state": False}
+    return by_attached(ranks), by_attached(ranks, **defaults)
+
+
+def test_options_of_windows_at_their_defaults_mean_none() -> None:
+    for expected, found in run_ranks(2, _with_defaults_of_windows):
+        assert same(expected, found)
+
+
 def _with_a_scaler(ranks: Ranks, poison: int | None, options: dict[str, Any]) -> tuple[Weights, Weights]:
     expected = by_pipelined(ranks, poison=poison, on_nonfinite="skip", **options)
     # The scale grows in every second iteration, so gradients arrive that were computed at another one.

@@ -59,6 +59,7 @@ def test_what_a_loop_has_itself_is_refused_in_one_line(value: object, shown: str
         ({"local_steps": 4}, None),
         ({"fragments": 4}, None),
         ({"outer": "elastic"}, None),
+        ({"outer": None, "fragments": 1, "average_state": False, "moving_rate": None}, 1.0),
     ],
 )
 def test_local_steps_alone_need_not_know_how_the_loop_clips(options: dict[str, object], clip_norm: object) -> None:

@@ -157,6 +157,10 @@ def test_the_address_is_that_of_the_interface_that_gloo_is_told(monkeypatch: pyt
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
     assert own_address().shown == "127.0.0.1 (lo)"  # as gloo does
     assert "127." not in own_address().others
+    monkeypatch.setattr("socket.gethostname", lambda: 64 * "a")
+    assert own_address().shown == "127.0.0.1 (lo)", "no name of a host is as long"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,")
+    assert own_address().shown == "127.0.0.1 (lo)"
 
 
 @pytest.mark.parametrize("loopback", ["127.0.1.1 (lo)", "::1"])
@@ -164,8 +168,9 @@ def test_loopback_is_no_address_for_other_machines(loopback: str) -> None:
     nic = Address("10.0.0.2 (eth0)", "eth0 (10.0.0.2)", "machine a")
     lost = Address(loopback, "eth0 (10.0.0.3), wlan0 (10.1.0.3)", "machine b")
     assert unreachable([nic, lost]) == (
-        f"rank 1 must have an address that other machines can reach; got {loopback}, as its machine's name resolves to "
-        "it: set GLOO_SOCKET_IFNAME there to the interface of your network, one of eth0 (10.0.0.3), wlan0 (10.1.0.3)"
+        f"rank 1 must have an address that other machines can reach; got {loopback}, which its machine's name or "
+        "GLOO_SOCKET_IFNAME stands for: set the latter there to the interface of your network, one of eth0 (10.0.0.3), "
+        "wlan0 (10.1.0.3)"
     )
     assert unreachable([lost, lost]) is None, "on one machine it is one"
     assert unreachable([nic, Address("fd00::3", "", "machine b")]) is None

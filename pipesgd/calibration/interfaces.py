@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipesgd.calibration.groups import Placement
-from pipesgd.comm.address import own_address
 from pipesgd.ranks import Ranks
 
 FASTER = 2.0
@@ -33,7 +32,7 @@ class Interface:
 
 def interfaces_of(ranks: Ranks) -> list[Interface]:
     """Return every rank's interface. Collective."""
-    own = Interface(address=own_address().shown, speeds=_speeds())
+    own = Interface(address=ranks.addresses()[ranks.rank], speeds=_speeds())
     return [Interface(**one) for one in ranks.all_gather_object("network interface", asdict(own))]
 
 

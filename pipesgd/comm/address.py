@@ -43,14 +43,12 @@ def own_address() -> Address:
     Raises:
         UserInputError: GLOO_SOCKET_IFNAME names an interface that does not exist.
     """
-    addresses = _interface_addresses()
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    addresses = _interface_addresses(chosen)
     if chosen:
-        names = [name for _, name in socket.if_nameindex()]
-        for one in chosen.split(","):
-            check_one_of("GLOO_SOCKET_IFNAME", one, names)
-        first = chosen.split(",")[0]
-        shown = f"{addresses.get(first, 'no IPv4 address')} ({first})"
+        for one in chosen:
+            check_one_of("GLOO_SOCKET_IFNAME", one, [*(name for _, name in socket.if_nameindex()), *addresses])
+        shown = f"{addresses.get(chosen[0], 'no IPv4 address')} ({chosen[0]})"
     else:
         address = _address_of_own_name()
         # Hosts often have an entry 127.0.1.1 for their own name: any such address is loopback's.
@@ -72,14 +70,14 @@ def unreachable(addresses: Sequence[Address]) -> str | None:
         return None
     choice = f"one of {found.others}" if found.others else "which has no address yet"
     return (
-        f"rank {rank} must have an address that other machines can reach; got {found.shown}, as its machine's name "
-        f"resolves to it: set GLOO_SOCKET_IFNAME there to the interface of your network, {choice}"
+        f"rank {rank} must have an address that other machines can reach; got {found.shown}, which its machine's name "
+        f"or GLOO_SOCKET_IFNAME stands for: set the latter there to the interface of your network, {choice}"
     )
 
 
 def _address_of_own_name() -> str:
     """Return the first address of the host's own name that a socket can be bound to, as gloo does; else loopback's."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # the latter for a name that is none by its length
         for family, kind, protocol, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as own:
                 own.bind(place)
@@ -96,8 +94,11 @@ def _network() -> str:
         return socket.gethostname()
 
 
-def _interface_addresses() -> dict[str, str]:
-    """Return the IPv4 address of every network interface that has one; on other systems than Linux, none."""
+def _interface_addresses(more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the IPv4 address of every network interface that has one; on other systems than Linux, none.
+
+    Names of ``more`` that the system does not list, such as labels of second addresses (eth0:1), are asked for, too.
+    """
     if sys.platform != "linux":
         return {}
     import fcntl  # not on every system
@@ -105,7 +106,7 @@ def _interface_addresses() -> dict[str, str]:
     get_interface_address = 0x8915  # SIOCGIFADDR
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
+        for name in dict.fromkeys([*(name for _, name in socket.if_nameindex()), *more]):
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(any_socket, get_interface_address, struct.pack("256s", name.encode()))
                 found[name] = socket.inet_ntoa(answer[20:24])

@@ -93,6 +93,8 @@ class Connections:
         is_outside = ranks.rank >= ranks.world_size  # this rank is not among ``ranks``, the first ones of the job
         if all_reduce != "native" and not is_outside:  # refused before there are groups, which torch would keep
             self._schedule = agreed_schedule(all_reduce, ranks, ranks_per_node)
+        if not is_outside:  # nor must gloo wait for an address that cannot be reached
+            ranks.addresses()
         backend = None if all_reduce == "native" else "gloo"
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(connections)]
         on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host

@@ -36,7 +36,7 @@ from pipesgd.optim.step import check_unchanged, set_aside_gradients
 from pipesgd.pipeline.in_flight import InFlight
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.true_weights_hooks import unwrapped
-from pipesgd.pipeline_config import OF_WINDOWS
+from pipesgd.pipeline_config import OF_WINDOWS, PipelineConfig
 from pipesgd.strategy import Span, StepReport
 
 IN_THE_LOOP = {
@@ -44,6 +44,12 @@ IN_THE_LOOP = {
     for name, own in (("guard", "steps"), ("scaler", "steps"), ("buckets", "buckets"), ("mesh", "ranks"))
 }
 """Options of ``Pipelined`` in whose place the loop has something of its own."""
+
+
+_WINDOW_DEFAULTS = {
+    item.name: item.default for item in dataclasses.fields(PipelineConfig) if item.name in ("outer", *OF_WINDOWS)
+}
+"""Options of windows of local steps, and the values with which there are none."""
 
 
 def attach(
@@ -97,15 +103,16 @@ def attach(
     options |= {"width": width, "codec": codec, "loop_scaler": scaler, "on_nonfinite": on_nonfinite}
     steps = local_steps_of(options | {"local_steps": local_steps})
     if steps is None:
+        options = {name: value for name, value in options.items() if name not in _WINDOW_DEFAULTS}
         return AttachedPipeline(ddp_model, optimizer, **options)
     return AttachedLocalSteps(ddp_model, optimizer, local_steps=steps, **options)
 
 
 def local_steps_of(options: dict[str, Any]) -> int | None:
     """Return the length of windows with these ``options`` of ``attach``, in iterations; None without local steps."""
-    default = 1 if any(name in options for name in ("outer", *OF_WINDOWS)) else None
+    asked = any(options.get(name, value) != value for name, value in _WINDOW_DEFAULTS.items())
     steps: int | None = options.get("local_steps")
-    return default if steps is None else steps
+    return 1 if steps is None and asked else steps
 
 
 def with_clipping(options: dict[str, Any], clipping: dict[str, Any]) -> dict[str, Any]:

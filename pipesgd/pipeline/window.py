@@ -111,12 +111,22 @@ class Window:
         device = self._parameters[0].device
         self._start = []
         self._left = {number: tensor.to(device, copy=True) for number, tensor in state.get("left", {}).items()}
-        at_least = [state["steps"] + (number in self._left) for number in range(len(self._parameters))]
-        self._since = list(state.get("since", at_least))  # earlier versions had none
+        self._since = list(state["since"]) if "since" in state else self._since_of_old(state)
         if state["start"]:
             self._weights().work()
             self._start = [tensor.to(device, copy=True) for tensor in state["start"]]
             torch._foreach_copy_([parameter.data for parameter in self._parameters], list(state["now"]))
+
+    def _since_of_old(self, state: Mapping[str, Any]) -> list[int]:
+        """Return the numbers of iterations, as small as they can be, for a state of an earlier version, which has none.
+
+        With fragments, parameters that were not exchanged have moved when a window begins.
+        """
+        moved = dict.fromkeys(self._left, True)
+        if self._moving_rate is None:
+            pairs = zip(state["start"], state["now"], strict=True)
+            moved |= {number: not torch.equal(start, now) for number, (start, now) in enumerate(pairs)}
+        return [max(state["steps"], int(moved.get(number, False))) for number in range(len(self._parameters))]
 
     def work(self) -> None:
         """Let the parameters hold this rank's weights, from which the window begins if it has not begun."""

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from pipesgd.config import TrainConfig
+from pipesgd.errors import CheckpointError
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.planning.audition import UNTIMED, Audition
@@ -89,7 +90,10 @@ class FollowedPlan:
         if self.planned is None:
             return
         if "planned" in shared:  # earlier versions had none
-            saved = Planned.from_json(json.loads(shared["planned"]))
+            try:
+                saved = Planned.from_json(json.loads(shared["planned"]))
+            except (KeyError, TypeError, ValueError) as failure:
+                raise CheckpointError(f"a checkpoint must be of this version's plans; got {failure!r}") from None
             if saved.decision_at > self.planned.decision_at:
                 self.planned = saved
                 self._record(saved)
