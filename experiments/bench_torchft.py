@@ -34,8 +34,8 @@ from experiments.bench_accelerators import ACCELERATOR, ALONE, CLUSTER, DDP, WOR
 from experiments.loops import Loop, Piped, Plain, sgd
 from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, show_verdicts, summarize, verdicts
 from experiments.results import save
-from pipesgd.comm.address import own_address
 from pipesgd.errors import RunError, UserInputError
+from pipesgd.membership.address import own_address
 from pipesgd.pipeline.local_steps import NESTEROV_LR, NESTEROV_MOMENTUM
 from pipesgd.ranks import Ranks
 

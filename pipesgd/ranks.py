@@ -21,7 +21,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipesgd.comm.address import Address, own_address, unreachable
 from pipesgd.config import DEFAULT_TIMEOUT, differing_options
 from pipesgd.errors import (
     CommunicationError,
@@ -32,6 +31,7 @@ from pipesgd.errors import (
     UserInputError,
     named,
 )
+from pipesgd.membership.address import Address, own_address, unreachable
 from pipesgd.membership.heartbeat import LONGEST_PHASE, Beat, Patience, Standing
 from pipesgd.membership.session import open_session
 from pipesgd.membership.store import BoundedStore, MalformedValue, decode, poll, present, same_kind

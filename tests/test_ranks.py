@@ -13,9 +13,9 @@ import pytest
 import torch
 from _ranks import run_ranks
 
-from pipesgd.comm import address
-from pipesgd.comm.address import Address, own_address, unreachable
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
+from pipesgd.membership import address
+from pipesgd.membership.address import Address, own_address, unreachable
 from pipesgd.ranks import Ranks, current, join
 
 pytestmark = pytest.mark.slow
