@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from _runs import run_scenario
 
+from experiments.results import REPOSITORY
 
-def test_torchft_without_a_delay_is_our_diloco_and_every_window_is_exchanged(tmp_path: Path) -> None:
+
+def test_torchft_without_a_delay_is_our_diloco_and_every_window_is_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))  # where the program finds the experiment
     answers = run_scenario(Path(__file__).with_name("_torchft_program.py"), "diloco", tmp_path)
     for found in answers:
         at_once, delayed, expected = (found[name] for name in ("delay 0", "delay 4", "expected"))
