@@ -62,10 +62,9 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from pipesgd.strategy import hidden_share
 from timing_model.alternatives import hiding_steps
-from timing_model.buckets import Cut
 from timing_model.choices import Choice
 from timing_model.cluster_profile import Profile
-from timing_model.fragments import windows_of
+from timing_model.fragments import fragments_of, windows_of
 from timing_model.job import Job
 from timing_model.predict import predict
 from timing_model.schedules import split
@@ -280,8 +279,7 @@ def exchange_bytes(way: Way, tensors: Sequence[int], ranks: int) -> int:
 
     ``tensors`` are the numbers of values of the parameters, in the model's order.
     """
-    last_first = tensors[::-1]  # cut as the trainer cuts them
-    parts = (last_first[part.start : part.stop] for part in Cut(count=way.fragments)(last_first))
+    parts = fragments_of(tensors, way.fragments)
     return sum(formula_bytes(way.codec, sum(part), ranks) for part in parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from statistics import fmean
 
 from timing_model.buckets import Cut
@@ -16,6 +17,18 @@ MOST_LOCAL_STEPS = 500
 """Longest window of local steps that is considered; nobody reports a use of longer ones."""
 
 
+def fragments_of(tensors: Sequence[int], fragments: int) -> list[tuple[int, ...]]:
+    """Return the sizes of the ``tensors`` in each of the ``fragments``, as the trainer cuts them: the last ones first.
+
+    Raises ``ValueError`` if there are fewer tensors than fragments.
+
+    >>> fragments_of((4, 1, 3, 2), 2)
+    [(3, 2), (4, 1)]
+    """
+    last_first = tensors[::-1]
+    return [tuple(last_first[part.start : part.stop][::-1]) for part in Cut(count=fragments)(last_first)]
+
+
 def windows_of(job: Job, local_steps: int, fragments: int) -> list[Job]:
     """Return ``job`` in windows of ``local_steps`` iterations that each end with the exchange of one of ``fragments``.
 
@@ -25,7 +38,7 @@ def windows_of(job: Job, local_steps: int, fragments: int) -> list[Job]:
 
     Raises ``ValueError`` if there are fewer parameters than fragments.
     """
-    compute, tensors = job.compute, job.compute.tensors[::-1]  # cut as the trainer cuts them
+    compute = job.compute
     update, late_update = compute.update, compute.late_update
     if local_steps == 1:  # a window of one iteration has both updates, too
         update, late_update = update.plus(update), update.plus(late_update)
@@ -35,13 +48,13 @@ def windows_of(job: Job, local_steps: int, fragments: int) -> list[Job]:
             local_steps=local_steps,
             compute=dataclasses.replace(
                 compute,
-                tensors=tensors[part.start : part.stop][::-1],
+                tensors=fragment,
                 update=update,
                 late_update=late_update,
                 measured=(),
             ),
         )
-        for part in Cut(count=fragments)(tensors)
+        for fragment in fragments_of(compute.tensors, fragments)
     ]
 
 

@@ -21,7 +21,7 @@ class Address(NamedTuple):
     shown: str
     """Address, and its interface if that is known: "10.0.0.2 (eth0)"."""
     others: str
-    """Other addresses of the machine that are not loopback's, in the same form."""
+    """Interfaces of the machine but loopback, with their addresses: "eth0 (10.0.0.2), wlan0 (10.1.0.2)"."""
     network: str
     """Name of what shares one loopback interface: the machine, or a network namespace of it."""
 
