@@ -360,7 +360,7 @@ class Ranks:
         if not self._addresses:
             own = self.raise_together("network address", own_address)
             found = [Address(*one) for one in self.all_gather_object("network address", own)]
-            if (wrong := unreachable(found)) is not None:
+            if (wrong := unreachable(found, self.number)) is not None:
                 raise UserInputError.on_all_ranks(wrong)
             self._addresses = [one.shown for one in found]
         return self._addresses

@@ -172,6 +172,7 @@ def test_loopback_is_no_address_for_other_machines(loopback: str) -> None:
         "GLOO_SOCKET_IFNAME stands for: set the latter there to the interface of your network, one of eth0 (10.0.0.3), "
         "wlan0 (10.1.0.3)"
     )
+    assert str(unreachable([nic, lost], [4, 7].__getitem__)).startswith("rank 7 must "), "of a group of ranks"
     assert unreachable([lost, lost]) is None, "on one machine it is one"
     assert unreachable([nic, Address("fd00::3", "", "machine b")]) is None
     assert str(unreachable([nic, Address(loopback, "", "b")])).endswith(" which has no address yet")

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,10 +58,10 @@ def own_address() -> Address:
     return Address(shown, others, _network())
 
 
-def unreachable(addresses: Sequence[Address]) -> str | None:
+def unreachable(addresses: Sequence[Address], number: Callable[[int], int] = int) -> str | None:
     """Return what is wrong with the first address of a rank that ranks elsewhere cannot reach; None if there is none.
 
-    ``addresses`` are those of all ranks, in their order.
+    ``addresses`` are those of all ranks, in their order, and ``number`` returns the number that messages name one by.
     """
     if len({one.network for one in addresses}) == 1:
         return None
@@ -70,7 +70,7 @@ def unreachable(addresses: Sequence[Address]) -> str | None:
         return None
     choice = f"one of {found.others}" if found.others else "which has no address yet"
     return (
-        f"rank {rank} must have an address that other machines can reach; got {found.shown}, which its machine's name "
+        f"rank {number(rank)} must have an address that other machines can reach; got {found.shown}, which its machine's name "
         f"or GLOO_SOCKET_IFNAME stands for: set the latter there to the interface of your network, {choice}"
     )
 
