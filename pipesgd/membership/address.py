@@ -70,8 +70,9 @@ def unreachable(addresses: Sequence[Address], number: Callable[[int], int] = int
         return None
     choice = f"one of {found.others}" if found.others else "which has no address yet"
     return (
-        f"rank {number(rank)} must have an address that other machines can reach; got {found.shown}, which its machine's name "
-        f"or GLOO_SOCKET_IFNAME stands for: set the latter there to the interface of your network, {choice}"
+        f"rank {number(rank)} must have an address that other machines can reach; got {found.shown}, which its "
+        "machine's name or GLOO_SOCKET_IFNAME stands for: set the latter there to the interface of your network, "
+        f"{choice}"
     )
 
 
