@@ -136,8 +136,6 @@ class Job:
     iterations: int
     planned: Planned | None
     """Prediction of the timing model; None if it was not asked."""
-    network: list[str]
-    """Addresses of all ranks."""
     lock: FolderLock | None
 
     @property
@@ -191,7 +189,6 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         schedule=build_schedule(optimization, optimizer, total),
         iterations=total,
         planned=planned,
-        network=network,
         lock=lock,
     )
 
@@ -458,7 +455,7 @@ class Run:
                 save_atomically(job.model.state_dict(), path)
         if job.workers.rank == 0:
             metrics_lines = read_metrics(folder / output.METRICS_FILE)
-            summary = summarize(config, job.ranks, job.network, result, metrics_lines)
+            summary = summarize(config, job.ranks, result, metrics_lines)
             if planned is not None:
                 own = [line for line in metrics_lines if line["iteration"] >= job.iterations - planned.iterations]
                 measured = statistics(planned.windows([line["seconds"]["iteration"] for line in own]))["median"]

@@ -83,9 +83,7 @@ def of_lines(name: str, lines: list[dict[str, Any]]) -> dict[str, float | None]:
     return statistics(line["seconds"][name] for line in lines if name in line["seconds"])
 
 
-def summarize(
-    config: TrainConfig, ranks: Ranks, network: list[str], result: Result, lines: list[dict[str, Any]]
-) -> dict[str, Any]:
+def summarize(config: TrainConfig, ranks: Ranks, result: Result, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the content of summary.json; ``lines`` are those of metrics.jsonl."""
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
@@ -97,7 +95,7 @@ def summarize(
         prediction = "none" if pipeline.outer == "elastic" else "own movement"
     return {
         "world_size": ranks.world_size,
-        "network": network,
+        "network": ranks.addresses(),  # found before, so that this rank need not ask the others
         "workers": pipeline.workers(ranks.world_size),
         "strategy": pipeline.strategy,
         "width": pipeline.width if pipelined else None,
