@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
 from itertools import count
@@ -156,8 +159,24 @@ def _load(samples: _Samples, batches: Iterable[Asked], loader_workers: int, devi
         # A forked worker would hold copies of this rank's connections, so that its peers would not
         # notice its death; and it would be forked with the communication thread at work.
         multiprocessing_context="spawn" if loader_workers else None,
+        worker_init_fn=_end_before_finalization,
     )
     return Batches(_copied_ahead(_items(loader), device) if device.type == "cuda" else _items(loader))
+
+
+def _end_before_finalization(worker: int) -> None:
+    """Let this worker process end where Python would begin to finalize it, as a forked one does.
+
+    Finalization stops the thread that sends batches wherever it is; in torch's code that aborts the process, and the
+    rank would report a worker that was killed.
+    """
+    atexit.register(_flush_and_exit)  # before functions of the data set, hence called after them
+
+
+def _flush_and_exit() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _items(loader: DataLoader[Any]) -> Generator[Loaded, None, None]:

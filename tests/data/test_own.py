@@ -29,6 +29,8 @@ from pipesgd.ranks import alone
 from pipesgd.run.workload import load
 
 MODULE = """
+import threading
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -115,6 +117,18 @@ class Numbers(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         return ((number, number) for number in range(15))
+
+
+class WithThreads(Numbers):
+    def __iter__(self):
+        for _ in range(8):
+            threading.Thread(target=share_memory, daemon=True).start()
+        return super().__iter__()
+
+
+def share_memory():
+    while True:
+        torch.zeros(200).untyped_storage()._share_fd_cpu_()
 
 
 def model(num_classes=2):
@@ -440,6 +454,18 @@ def test_other_processes_load_an_iterable_in_the_same_order() -> None:
         ShardedBatches(data, batch_size=2, rank=1, world_size=2, seed=0, loader_workers=2).from_iteration(1)
     ) as batches:
         assert labels_of(batches, 4) == [[6, 7], [10, 11], [2, 3], [6, 7]]
+
+
+@pytest.mark.usefixtures("nothing_is_left_to_collect")
+def test_other_processes_end_in_good_order_while_threads_of_theirs_share_memory(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    data = InOrder(importlib.import_module("own").WithThreads(), "data")
+    with closing(
+        ShardedBatches(data, batch_size=2, rank=1, world_size=2, seed=0, loader_workers=2).from_iteration(0)
+    ) as batches:
+        assert labels_of(batches, 1) == [[2, 3]]
+    assert capfd.readouterr() == ("", "")  # "terminate called without an active exception"
 
 
 @pytest.mark.usefixtures("nothing_is_left_to_collect")
