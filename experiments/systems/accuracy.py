@@ -38,7 +38,7 @@ from pipesgd.run.console import say
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
-EVALUATIONS = 24
+EVALUATIONS = 12
 """Most evaluations of a run, between two of which the crossing of a target is interpolated."""
 SIMULATED_FIELDS = (
     *("width", "prediction", "local_steps", "fragments"),

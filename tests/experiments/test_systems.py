@@ -178,7 +178,7 @@ def test_systems_that_train_alike_share_their_trainings() -> None:
         assert len({planned["mlp", name, 1].words for name in same}) == 1
     assert len({one.words for one in planned.values()}) == 2 * len(WORKLOADS) * len(set(words.values()))
     assert planned["mlp", HOGWILD, 0].words.startswith(f"{HOGWILD} --dataset fashion-mnist")
-    for name, every in (("d-sync", 20), ("theano-easgd", 20), ("diloco", 30)):
+    for name, every in (("d-sync", 39), ("theano-easgd", 40), ("diloco", 60)):
         config = parsed(planned["mlp", name, 1].words)
         assert (config.optimization.iterations, config.optimization.seed) == (WORKLOADS["mlp"].iterations, 1)
         assert config.run.evaluate_iterations == every, "whole windows"
