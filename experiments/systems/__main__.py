@@ -6,10 +6,10 @@
 
 A system is a file NAME.toml in this folder, also for pipesgd.train --config; its head says what was substituted.
 
-- Iterations are timed on four emulated nodes at 200 Mbit/s and 1 Gbit/s, with an emulated accelerator on each, in
-  interleaved rounds of one job (times.py): seconds, bytes that all ranks report to send, the share of the
-  communication that the computation hid, and the memory that a rank takes beyond data and model. The timing model has
-  predicted the seconds before, from a calibration.
+- Iterations are timed on four emulated nodes, at 200 Mbit/s and 1 Gbit/s with an emulated accelerator on each, and at
+  200 Mbit/s with two cores for all, in interleaved rounds of one job (times.py): seconds, bytes that all ranks report
+  to send, the share of the communication that the computation hid, and the memory that a rank takes beyond data and
+  model. The timing model has predicted the seconds before, from a calibration.
 - Accuracy is that after the same number of samples, of three seeds, on simulated or real ranks (accuracy.py).
 - Time to accuracy is calculated, not measured: iterations to the target times the time of an iteration. The target is
   one point below the accuracy that d-sync ends with.
@@ -31,7 +31,7 @@ from experiments.results import Row, grouped, save
 from experiments.systems import accuracy, pictures, table
 from experiments.systems.catalogue import HOGWILD, NAME, NOT_HERE, systems
 from experiments.systems.times import finished_cells
-from experiments.systems.workloads import ACCELERATOR, NODES, QUICK, QUICK_ACCELERATOR, QUICK_NODES, WORKLOADS
+from experiments.systems.workloads import NODES, QUICK, QUICK_NODES, WORKLOADS
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -70,7 +70,7 @@ def compute(arguments: Namespace, console: Console) -> tuple[list[Row], list[Row
     planned = accuracy.plan(workloads, trained, simulated_runs.seeds_of(arguments))
     curves = accuracy.finished_curves(planned, arguments, console, world_size=QUICK_NODES if arguments.quick else NODES)
     incomplete = {workload for workload, system, seed in planned.keys() - curves.keys()}
-    whole = {(workload, rate): cell for (workload, rate), cell in cells.items() if workload not in incomplete}
+    whole = {place: cell for place, cell in cells.items() if place[0] not in incomplete}
     if not whole:
         raise UserInputError("--finished must find the times and all trainings of a workload; there is none yet")
     rows = table.rows_of(titles, whole, keys, curves)
@@ -82,7 +82,6 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     rows, curves = compute(arguments, console)
     extra = {
-        "accelerator": QUICK_ACCELERATOR if arguments.quick else ACCELERATOR,
         "workloads": {
             name: f"{one.trained} --iterations {one.iterations}"
             for name, one in (QUICK if arguments.quick else WORKLOADS).items()
@@ -97,8 +96,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     if curves:  # else the systems that have one were
         save(pictures.CONVERGENCE, curves, folder=arguments.output)
         pictures.draw_curves(pictures.CONVERGENCE, curves, arguments.output)
-    for (workload, rate), own in grouped(rows, "workload", "rate").items():
-        table.show(own, f"{workload}, {rate}; emulated links and accelerators")
+    for place, own in grouped(rows, "workload", "rate", "computes").items():
+        table.show(own, f"{', '.join(place)}; links and accelerators are emulated")
     not_here = (f"{name} is not here: {reason}" for name, reason in NOT_HERE.items())
     say(console, *table.reasons(rows), *not_here, f"wrote {path}")
 

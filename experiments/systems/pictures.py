@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,7 @@ from experiments.results import Panels, Row, grouped
 from experiments.style import BLACK, GREY, method_styles
 from experiments.systems.accuracy import Curve
 from experiments.systems.table import BASELINE, REFERENCE
-from experiments.systems.workloads import RATES
+from experiments.systems.workloads import CORES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,15 +34,18 @@ SHOWN_SHARE = 0.75
 """Share of the best accuracy at which the axis of a curve begins."""
 
 
-def curve_rows(rows: Iterable[Row], curves: Mapping[tuple[str, str, int], Curve]) -> list[Row]:
-    """Return a row for every curve, first over iterations, and then over the time of these on the slowest link.
+def curve_rows(rows: Sequence[Row], curves: Mapping[tuple[str, str, int], Curve]) -> list[Row]:
+    """Return a row for every curve, first over iterations, and then over their time in the table's first place.
 
     That time is calculated: iterations times the time of an iteration. ``rows`` are those of the table.
     """
-    iteration_s = {(row["workload"], row["system"]): row["iteration_s"] for row in rows if row["rate"] == RATES[0]}
+    place = (rows[0]["rate"], rows[0]["computes"])
+    iteration_s = {
+        (row["workload"], row["system"]): row["iteration_s"] for row in rows if (row["rate"], row["computes"]) == place
+    }
     return [
         {
-            "panel": f"{workload}, {RATES[0]}" if timed else workload,
+            "panel": f"{workload}, {place[0]}" if timed else workload,
             "timed": timed,
             "system": system,
             "seed": seed,
@@ -110,7 +113,8 @@ def plot_speedups(rows: list[Row], axes: Axes) -> Axes:
     axes.set_xticks([], minor=True)
     ratios = [row[f"times_as_fast_as_ddp{end}"] for row in known for end in ("_low", "_high")]
     axes.set_xlim(0.85 * min(ratios), 1.2 * max(ratios))
-    axes.set(title=f"{rows[0]['workload']}, {rows[0]['rate']}", xlabel="times as fast as DDP")
+    cores = ", no accelerators" if rows[0]["computes"] == CORES else ""
+    axes.set(title=f"{rows[0]['workload']}, {rows[0]['rate']}{cores}", xlabel="times as fast as DDP")
     figures.legend_below(axes, ncols=2)
     return axes
 
@@ -123,5 +127,5 @@ def _difference(row: Row, reference: float | None) -> str:
 
 draw_curves = Panels(by=("panel",), plot=plot_curves, panel=(3.6, 3.2), abreast=4).save
 """Function that writes the curves: a line of panels over iterations, and one over time."""
-draw_speedups = Panels(by=("workload", "rate"), plot=plot_speedups, panel=(4.6, 5.0), abreast=4).save
+draw_speedups = Panels(by=("workload", "rate", "computes"), plot=plot_speedups, panel=(4.6, 5.0), abreast=3).save
 """Function that writes the speed-ups, with a panel for every workload and link."""

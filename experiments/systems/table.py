@@ -32,7 +32,7 @@ NOT_MEASURED = {
 
 def rows_of(
     titles: Mapping[str, str],
-    times: Mapping[tuple[str, str], Cell],
+    times: Mapping[tuple[str, str, str], Cell],
     keys: Mapping[str, str],
     curves: Mapping[tuple[str, str, int], Curve],
 ) -> list[Row]:
@@ -40,19 +40,20 @@ def rows_of(
 
     Args:
         titles: names and titles of the systems.
-        times: cells by workload and rate.
+        times: cells by workload, rate and what computes.
         keys: key of each system in a cell.
         curves: accuracies by workload, system and seed.
     """
     first: dict[str, str] = {}
     rows = []
-    for (workload, rate), cell in times.items():
+    for (workload, rate, computes), cell in times.items():
         target = target_of(curves, workload)
         for name, title in titles.items():
             seconds = [one["seconds"] for one in cell.rounds[keys[name]]]
             row: Row = {
                 "workload": workload,
                 "rate": rate,
+                "computes": computes,
                 "system": name,
                 "title": title,
                 "timed_with": first.setdefault(keys[name], name),

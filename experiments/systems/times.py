@@ -1,7 +1,7 @@
 """Iteration times of all systems on the links of a testbed, measured in turns in one job, and predicted before.
 
-Every node has an emulated accelerator, which leaves the cores of this machine to the network. A round has some
-iterations of each system; every second one is in reverse order. The links, the computation and the codecs are
+Most often every node has an emulated accelerator, which leaves the cores of this machine to the network. A round has
+some iterations of each system; every second one is in reverse order. The links, the computation and the codecs are
 calibrated first, as pipesgd.calibrate does it for anybody, and the predictions are made from that alone.
 """
 
@@ -25,14 +25,7 @@ from experiments.kept_runs import KeptRuns
 from experiments.results import code_state
 from experiments.systems import hogwild
 from experiments.systems.catalogue import HOGWILD, NAME
-from experiments.systems.workloads import (
-    ACCELERATOR,
-    NODES,
-    QUICK_ACCELERATOR,
-    QUICK_NODES,
-    RATES,
-    Workload,
-)
+from experiments.systems.workloads import NODES, PLACES, QUICK_NODES, QUICK_PLACES, Workload
 from experiments.testbed import Link, Testbed, parse_rate
 from experiments.validation_runs import ask, calibrate, public, time_in_passes
 from pipesgd.cli import parse as parse_training
@@ -61,6 +54,8 @@ class Setting:
 
     workload: str
     rate: str
+    computes: str
+    """What computes, as ``Workload.timed`` takes it."""
     quick: bool = False
 
     @property
@@ -71,7 +66,7 @@ class Setting:
     @property
     def name(self) -> str:
         """Name for people."""
-        return f"{self.workload}, {self.nodes} nodes at {self.rate}"
+        return f"{self.workload}, {self.nodes} nodes at {self.rate}, {self.computes}"
 
     def testbed(self) -> Testbed:
         """Return a testbed with these links, to be entered."""
@@ -85,6 +80,7 @@ class Cell:
     commit: str | None
     workload: str
     rate: str
+    computes: str
     profile: str
     """Text of the cluster.toml behind the predictions, as far as ``validation_runs.public`` keeps it."""
     rounds: dict[str, list[dict[str, float]]]
@@ -130,7 +126,7 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
     Raises:
         RunError: a job failed.
     """
-    base = workload.timed(QUICK_ACCELERATOR if setting.quick else ACCELERATOR)
+    base = workload.timed(setting.computes)
     quick, rounds = setting.quick, QUICK_ROUNDS if setting.quick else ROUNDS
     configs = {words: parse_training(shlex.split(f"{base} {words}")) for words in words_of_systems}
     with tempfile.TemporaryDirectory() as name:
@@ -157,6 +153,7 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
         commit=code_state(),
         workload=setting.workload,
         rate=setting.rate,
+        computes=setting.computes,
         profile=kept_profile,
         rounds=of_systems,
         predictions=predictions,
@@ -165,8 +162,8 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
 
 def finished_cells(
     workloads: Mapping[str, Workload], keys: Mapping[str, str], arguments: Namespace, console: Console
-) -> dict[tuple[str, str], Cell]:
-    """Return the cells by workload and rate, as the options of ``simulated_runs.add_options`` ask for.
+) -> dict[tuple[str, str, str], Cell]:
+    """Return the cells by workload, rate and what computes, as the options of ``simulated_runs.add_options`` ask for.
 
     They are kept in the output folder. Those that are missing are measured now, unless only finished ones are wanted.
 
@@ -178,7 +175,9 @@ def finished_cells(
     """
     quick: bool = arguments.quick
     settings = [
-        Setting(workload=name, rate=rate, quick=quick) for name in workloads for rate in (RATES[:1] if quick else RATES)
+        Setting(workload=name, rate=rate, computes=computes, quick=quick)
+        for name in workloads
+        for rate, computes in (QUICK_PLACES if quick else PLACES)
     ]
     # Systems take turns, so a cell is of these systems and no others.
     words = sorted(set(keys.values()) - {HOGWILD})
@@ -194,4 +193,4 @@ def finished_cells(
         "iteration times",
         finished=arguments.finished,
     )
-    return {(planned[name].workload, planned[name].rate): cell for name, cell in done.items()}
+    return {(one.workload, one.rate, one.computes): done[name] for name, one in planned.items() if name in done}

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NODES, QUICK_NODES = 4, 2
-RATES = ("200mbit", "1gbit")
-ACCELERATOR, QUICK_ACCELERATOR = "75ms", "5ms"
-"""Time of a forward and backward pass on the emulated accelerator of each node."""
+ACCELERATOR, QUICK_ACCELERATOR, CORES = "75ms", "5ms", "cores"
+"""What computes: an emulated accelerator on each node, by the time of its forward and backward pass, or the cores of
+this machine for all nodes."""
+PLACES = (("200mbit", ACCELERATOR), ("1gbit", ACCELERATOR), ("200mbit", CORES))
+QUICK_PLACES = (("200mbit", QUICK_ACCELERATOR),)
+"""Rates of the links, and what computes there. Cores that compute for all nodes and pass the packets of faster links,
+too, would be measured instead of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and its training. The timed model is the trained one, on an accelerator that computes nothing."""
+    """A model and its training. On an accelerator, which computes nothing, the trained model is timed as well."""
 
     words: str
     """Arguments of ``pipesgd.train`` but ``--model`` and the length."""
@@ -25,9 +29,11 @@ class Workload:
         """Arguments for the model itself."""
         return f"{self.words} --model {self.model}"
 
-    def timed(self, accelerator: str) -> str:
-        """Return the arguments for the model on an emulated accelerator."""
-        return f"{self.words} --model experiments.accelerators:synthetic={accelerator},model={self.model}"
+    def timed(self, computes: str) -> str:
+        """Return the arguments for the model on the cores, or on an emulated accelerator."""
+        if computes == CORES:
+            return self.trained
+        return f"{self.words} --model experiments.accelerators:synthetic={computes},model={self.model}"
 
 
 _IMAGES = "--dataset fashion-mnist --batch-size 32 --schedule one-cycle"

@@ -32,7 +32,7 @@ from experiments.systems.accuracy import Curve, Trained, finished_curves, is_sim
 from experiments.systems.catalogue import FOLDER, HOGWILD, NOT_HERE, WITHOUT_EFFECT, systems
 from experiments.systems.catalogue import load as load_system
 from experiments.systems.times import BLOCK, KEPT, Cell, Setting, block_of, finished_cells, measure, predicted
-from experiments.systems.workloads import QUICK, RATES, WORKLOADS
+from experiments.systems.workloads import CORES, PLACES, QUICK, WORKLOADS
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig, differing_options
 from pipesgd.data import make_workload
@@ -244,12 +244,15 @@ def test_each_system_has_its_own_times_whatever_the_order_of_a_round(
     monkeypatch.setattr(validation_runs, "run", run)
     words = [SYSTEMS[name].words for name in ("d-sync", "ddp", "diloco")]
     workload = WORKLOADS["mlp"]
-    cell = measure(Setting(workload="mlp", rate="1gbit"), workload, words, own_program=False)
-    base = workload.timed("75ms")
-    assert cell.rounds == {
-        one: [{"seconds": len(f"{base} {one}") + 100.0 * number} for number in range(times.ROUNDS)] for one in words
-    }
-    assert cell.predictions.keys() == set(words)
+    for rate, computes in PLACES:
+        cell = measure(Setting(workload="mlp", rate=rate, computes=computes), workload, words, own_program=False)
+        assert (cell.rate, cell.computes) == (rate, computes)
+        model = "mlp" if computes == CORES else "experiments.accelerators:synthetic=75ms,model=mlp"
+        base = f"{workload.words} --model {model}"
+        assert cell.rounds == {
+            one: [{"seconds": len(f"{base} {one}") + 100.0 * number} for number in range(times.ROUNDS)] for one in words
+        }
+        assert cell.predictions.keys() == set(words)
 
 
 def test_memory_that_was_freed_counts_again() -> None:
@@ -277,6 +280,7 @@ def cell() -> Cell:
         commit=None,
         workload="mlp",
         rate="1gbit",
+        computes="75ms",
         profile="",
         rounds={
             KEYS["d-sync"]: rounds(0.2, 0.3, 0.25, communication=0.1, exposed=0.09),
@@ -310,7 +314,7 @@ CURVES = {
 
 
 def rows() -> dict[str, dict[str, Any]]:
-    found = table.rows_of(TITLES, {("mlp", "1gbit"): cell()}, KEYS, CURVES)
+    found = table.rows_of(TITLES, {("mlp", "1gbit", "75ms"): cell()}, KEYS, CURVES)
     return {row["system"]: row for row in found}
 
 
@@ -365,7 +369,7 @@ def test_reasons_are_said_once() -> None:
 
 def test_a_target_needs_synchronous_training() -> None:
     titles = {name: TITLES[name] for name in ("ddp", "local")}
-    [row, _] = table.rows_of(titles, {("mlp", "1gbit"): cell()}, KEYS, CURVES | {("mlp", "d-sync", 1): curve()})
+    [row, _] = table.rows_of(titles, {("mlp", "1gbit", "75ms"): cell()}, KEYS, CURVES | {("mlp", "d-sync", 1): curve()})
     assert row["target_accuracy"] is row["iterations_to_target"] is None
     assert row["not_reached"].startswith("no target: ")
 
@@ -385,7 +389,7 @@ def test_the_picture_has_the_speed_of_every_system_that_was_compared_with_ddp_th
 
 
 def test_curves_are_over_iterations_and_over_the_time_that_these_take_on_the_slow_link() -> None:
-    found = [row | {"rate": rate} for row in rows().values() for rate in RATES]
+    found = [row | {"rate": rate, "computes": computes} for row in rows().values() for rate, computes in PLACES]
     curves = pictures.curve_rows(found, CURVES)
     assert {row["system"] for row in curves} == {"d-sync", "ddp"}, "the paper's and ours alone"
     assert [row["panel"] for row in curves] == ["mlp"] * 4 + ["mlp, 200mbit"] * 4
@@ -401,7 +405,7 @@ def test_curves_are_over_iterations_and_over_the_time_that_these_take_on_the_slo
 
 def test_a_curve_whose_seeds_have_diverged_is_named_without_a_line() -> None:
     diverged = CURVES | {("mlp", "ddp", 0): curve(failure="diverged in iteration 3")}
-    curves = pictures.curve_rows([row | {"rate": RATES[0]} for row in rows().values()], diverged)
+    curves = pictures.curve_rows(list(rows().values()), diverged)
     axes = pictures.plot_curves(curves[:4], Figure().subplots())
     [ddp] = [line for line in axes.get_lines() if line.get_label() == "ddp"]
     assert len(ddp.get_xydata()) == 0

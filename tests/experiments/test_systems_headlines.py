@@ -26,6 +26,7 @@ from experiments.systems.headlines import (
     speed_up,
 )
 from experiments.systems.times import KEPT, Cell
+from experiments.systems.workloads import CORES
 from experiments.theano_mpi import GPUS, NETWORKS
 from experiments.validation_runs import public
 from pipesgd.ranks import alone
@@ -110,8 +111,10 @@ def test_every_headline_is_compared_with_systems_of_the_table() -> None:
 
 def test_cells_are_scaled_to_the_ranks_of_the_authors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = public(PROFILE, tmp_path / "public.toml")
-    cell = Cell(commit="c0ffee", workload="mlp", rate="1gbit", profile=text, rounds={}, predictions={})
-    KeptRuns(tmp_path / KEPT, Cell).add("a cell", cell)
+    cell = Cell(commit="c0ffee", workload="mlp", rate="1gbit", computes="75ms", profile=text, rounds={}, predictions={})
+    kept = KeptRuns(tmp_path / KEPT, Cell)
+    kept.add("a cell", cell)
+    kept.add("on cores that all nodes share", dataclasses.replace(cell, computes=CORES))
     other = dataclasses.replace(ONE, model="another model")
     monkeypatch.setattr(headlines, "HEADLINES", (ONE, other, SERVED))
     main(["--output", str(tmp_path)], alone(), Console())
