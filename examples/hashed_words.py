@@ -1,7 +1,7 @@
 """Short texts of two kinds, told apart by their words: an embedding of 100,000 rows that is exchanged by rows.
 
     torchrun --nproc-per-node 2 -m pipesgd.train --dataset hashed_words:texts --model hashed_words:Classifier \
-        --embedding 16 --reduce rows --optimizer adagrad --lr 0.1 --epochs 4
+        --embedding 16 --reduce rows --optimizer adagrad --lr 0.1 --epochs 1
 
 Run it in this folder. docs/semantics.md explains --reduce.
 """

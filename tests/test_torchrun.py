@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _ranks import start_module
+from _ranks import run_as_ranks, run_module, start_module
 from _runs import succeed
 from _waiting import wait_until
 from conftest import REPOSITORY
@@ -194,12 +192,12 @@ def test_a_rank_that_hangs_ends_the_job_within_the_deadline(job: Any, all_reduce
 
 
 def test_killed_ranks_with_restarts_give_the_same_weights(job: Any, tmp_path: Path) -> None:
-    words = "--hidden-sizes 300 300 --batch-size 32 --iterations 300 --checkpoint-iterations 20 --width 3"
+    words = "--hidden-sizes 300 300 --batch-size 32 --iterations 160 --checkpoint-iterations 20 --width 3"
     expected = succeed(2, words, tmp_path / "undisturbed")
 
     running = job(words, ranks=2, torchrun="--max-restarts 2")
     for kill, rank in enumerate((0, 1)):
-        wait_until(lambda at=40 + 60 * kill: newest_checkpoint(running) >= at, 60)
+        wait_until(lambda at=20 + 40 * kill: newest_checkpoint(running) >= at, 60)
         os.kill(running.rank_pids()[rank], signal.SIGKILL)
     assert running.finish() == 0, running.lines
     assert any("continuing after iteration" in line for line in running.lines)
@@ -287,8 +285,7 @@ def test_bad_input_is_said_once_with_exit_code_2(job: Any, words: str, message: 
 
 
 def test_without_torchrun_the_exit_code_is_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipesgd.train", "--width", "0"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = run_module("pipesgd.train", "--width", "0", folder=tmp_path, deadline=60)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: width must be at least 1; got 0\n")
 
 
@@ -297,17 +294,7 @@ def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
     loop = next(block for block in blocks if "pipesgd.Pipelined" in block)
     # One write a rank, so that the ranks' lines cannot mix.
     (tmp_path / "loop.py").write_text(loop + "\nprint(f'loss {loss.item()}\\n', end='', flush=True)\n")
-    done = subprocess.run(
-        torchrun(2, "loop.py"),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(text) for text in re.findall(r"loss (\S+)", done.stdout)]
+    losses = [float(text) for text in re.findall(r"loss (\S+)", run_as_ranks(2, tmp_path / "loop.py", tmp_path))]
     assert len(losses) == 2
     assert all(loss < 1.0 for loss in losses)
 
@@ -321,7 +308,7 @@ def test_a_loop_that_does_not_close_its_pipeline_ends_with_a_line_that_says_so(t
         "    model(batch).square().mean().backward()\n"
         "    pipeline.step()\n"
     )
-    done = subprocess.run(torchrun(2, "loop.py"), cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    done = run_module(*torchrun(2, "loop.py")[2:], folder=tmp_path, deadline=90)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("warning: a pipeline was not closed")]
     assert len(said) == 2
