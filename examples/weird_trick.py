@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pipesgd import Pipelined, split_layers
 
-EPOCHS = 5
+EPOCHS = 3
 PLAN = Path(__file__).with_suffix(".toml")
 
 
