@@ -22,6 +22,8 @@ IMPORTS = (
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),  # of islands
     "torch.distributed.launcher.api",  # of torchrun
     "matplotlib.figure",
+    *("encodings.idna", "rich._emoji_codes", "torch.utils.serialization.config"),  # of what a run says and saves
+    "pipesgd.baselines.ddp",
 )
 """Modules that many ranks, or other processes that are forked, would otherwise import one by one."""
 

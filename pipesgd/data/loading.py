@@ -133,11 +133,12 @@ def evaluation_batches(
     """Return this rank's share of ``dataset``, every ``world_size``-th sample: over all ranks, each exactly once.
 
     A batch has at most ``batch_size`` samples, the last may be short, and a rank without a share gets no
-    batch. Raises, at the batch concerned, the ``UserInputError`` of a sample that cannot be read.
+    batch. No more worker processes start than there are batches. Raises, at the batch concerned, the
+    ``UserInputError`` of a sample that cannot be read.
     """
     share = torch.arange(len(dataset))[rank::world_size]
     batches = [(0, share[i : i + batch_size]) for i in range(0, len(share), batch_size)]
-    return _load(_Samples(dataset), batches, loader_workers)
+    return _load(_Samples(dataset), batches, min(loader_workers, len(batches)))
 
 
 def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
