@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 from experiments.simulated_runs import Run
 from pipesgd.errors import UserInputError
+from pipesgd.ranks import Ranks, alone
 
 
 def ran(accuracy: float | None, loss: float = 0.5) -> Run:
@@ -32,3 +36,19 @@ def check_refused(parse: Callable[..., Any], words: Sequence[str], message: str,
     assert "\n" not in str(error.value)
     with pytest.raises(UserInputError, match="without torchrun"):
         parse([], by_torchrun=True)
+
+
+def make_runs(main: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str]) -> None:
+    """Run an experiment here, so that the processes it starts are forked and need not import torch first.
+
+    A warning in one of them fails the test.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.simulated_runs._start_worker", _start_strict_worker)
+        main(words, alone(), Console(quiet=True))
+
+
+def _start_strict_worker() -> None:
+    torch.set_num_threads(1)
+    for kind in (UserWarning, RuntimeWarning, FutureWarning):
+        warnings.simplefilter("error", kind)

@@ -7,14 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from _kept_runs import check_refused, ran
+from _kept_runs import check_refused, make_runs, ran
 from _ranks import run_module
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments import quoted_staleness
 from experiments.late_layers import late_layers, layers_of, not_in
-from experiments.lateness import ALONE, MEASURED, ONWARDS, SYNCHRONOUS, Planned, parse, plan, plot, summarize, tabulate
+from experiments.lateness import (
+    ALONE,
+    MEASURED,
+    ONWARDS,
+    SYNCHRONOUS,
+    Planned,
+    main,
+    parse,
+    plan,
+    plot,
+    summarize,
+    tabulate,
+)
 from experiments.results import RESULTS, Row, load, save
 from experiments.simulated_runs import simulate
 from experiments.simulation import SimulatedRanks
@@ -191,8 +203,10 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
     words = ["--quick", "--workloads", "digits", "--processes", "1", "--output", str(tmp_path)]
+    make_runs(main, words)
     done = run_module("experiments.lateness", *words)
     assert done.returncode == 0, done.stderr
+    assert "4 of 4 runs are there" in done.stdout
     assert "Warning" not in done.stderr
     table = load(tmp_path / "lateness.csv")
     assert [(row["late"], row["layer"]) for row in table] == [

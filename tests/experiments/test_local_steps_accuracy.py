@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from _kept_runs import check_refused, ran
+from _kept_runs import check_refused, make_runs, ran
 from _ranks import run_module
 from _runs import succeed
 from matplotlib.figure import Figure
@@ -22,6 +22,7 @@ from experiments.local_steps_accuracy import (
     TRAINED,
     Planned,
     Way,
+    main,
     parse,
     plan,
     plot,
@@ -207,14 +208,14 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
     check_refused(parse, words, message, tmp_path)
 
 
-def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
+def test_runs_are_made_kept_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--quick", "--workloads", "digits", "--processes", "1", "--output", str(tmp_path)]
-    words = ["experiments.local_steps_accuracy", *options, "--local-steps", "2"]
-    done = run_module(*words)
+    options += ["--local-steps", "2"]
+    make_runs(main, options)
+    assert "width 2, int4" in capsys.readouterr().out
+    done = run_module("experiments.local_steps_accuracy", *options, "4", "--finished")
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-    assert "width 2, int4" in done.stdout
-    done = run_module(*words, "4", "--finished")
     assert "11 of 21 runs are there" in done.stdout
     table = load(tmp_path / "local_steps_accuracy.csv")
     assert (len(table), {row["seed"] for row in table}) == (11, {0})
