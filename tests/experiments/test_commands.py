@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from _ranks import run_module
 from rich.console import Console
 
 from experiments import (
@@ -25,7 +24,7 @@ from experiments.cells import sources
 from experiments.faults import __main__ as faults
 from experiments.faults import stage
 from experiments.fuzzing import cases
-from experiments.results import REPOSITORY, RESULTS
+from experiments.results import RESULTS
 from pipesgd.cli import HelpRequested
 from pipesgd.errors import UserInputError
 from timing_model import job
@@ -120,8 +119,7 @@ def test_the_number_of_ranks_is_checked() -> None:
 
 
 def test_a_wrong_option_ends_the_command_with_one_line_and_code_2() -> None:
-    words = [sys.executable, "-m", "experiments.kill_anywhere", "--kills", "none"]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module("experiments.kill_anywhere", "--kills", "none")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == "error: --kills: must be a whole number of at least 1; got 'none'\n"
