@@ -55,7 +55,7 @@ class Setting:
     workload: str
     rate: str
     computes: str
-    """What computes, as ``Workload.timed`` takes it."""
+    """Accelerators or cores that compute, as ``Workload.timed`` takes them."""
     quick: bool = False
 
     @property

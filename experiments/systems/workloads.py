@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 NODES, QUICK_NODES = 4, 2
 ACCELERATOR, QUICK_ACCELERATOR, CORES = "75ms", "5ms", "cores"
-"""What computes: an emulated accelerator on each node, by the time of its forward and backward pass, or the cores of
+"""Computers: an emulated accelerator on each node, by the time of its forward and backward pass, or the cores of
 this machine for all nodes."""
 PLACES = (("200mbit", ACCELERATOR), ("1gbit", ACCELERATOR), ("200mbit", CORES))
 QUICK_PLACES = (("200mbit", QUICK_ACCELERATOR),)
