@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -617,13 +618,112 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",
             "no backward": "optimizer.step() must follow a backward pass; got a step without a new gradient",
             "flush": "flush must not be called between backward() and optimizer.step()",
-            "accumulated": "gradients must be accumulated in ddp_model.no_sync(), up to the last backward pass of an "
-            "update; got another forward pass without optimizer.step() or zero_grad()",
+            "accumulated": WITHOUT_A_STEP.format("forward"),
             "closed": "a strategy must not be used after close(); make a new one",
             "width": "width must be at least 3, for the gradients in flight in the state that is loaded; got 2",
             "scaler": "scaler must be the loop's GradScaler, whose steps reach this optimizer: "
             "attach(..., scaler=scaler)",
         }
+
+
+WITHOUT_A_STEP = (
+    "backward() must be followed by optimizer.step(), or run in ddp_model.no_sync(), with its forward pass, if its "
+    "gradients are accumulated or dropped; got another {} pass without a step"
+)
+
+
+def without_a_step(
+    ranks: Ranks, left_out: int, drops: bool, evaluating: bool, width: int | None = None
+) -> tuple[str, Weights]:
+    """Train without the step of one iteration, whose gradients are dropped, or else added to the next ones.
+
+    Returns what is refused, and the weights at the end. Without a width, it is a program with DDP alone.
+    """
+    ddp_model = DistributedDataParallel(make_model())
+    optimizer = make_optimizer("sgd", ddp_model)
+    pipeline = contextlib.nullcontext() if width is None else attach(ddp_model, optimizer, width=width)
+    ddp_model.train(not evaluating)
+    try:
+        with pipeline:
+            for number, (inputs, targets) in enumerate(batches(ranks.rank, ranks.world_size)):
+                cross_entropy(ddp_model(inputs), targets).backward()
+                if number != left_out:
+                    optimizer.step()
+                if number != left_out or drops:
+                    optimizer.zero_grad()
+    except UserInputError as error:
+        return str(error), {}
+    return "nothing", snapshot(ddp_model.module)
+
+
+def _refused_without_a_step(ranks: Ranks) -> list[str]:
+    cases = itertools.product((False, True), (0, 3), (False, True))  # no mean is due in the first iteration
+    return [without_a_step(ranks, left_out, drops, evaluating, 2)[0] for evaluating, left_out, drops in cases]
+
+
+def test_a_backward_pass_without_a_step_is_refused() -> None:
+    """It used to lose the mean that was due, and the gradient that the loop had dropped was applied later."""
+    forward, backward = (WITHOUT_A_STEP.format(refused_in) for refused_in in ("forward", "backward"))
+    for refused in run_ranks(2, _refused_without_a_step):
+        assert refused == [forward] * 4 + [backward] * 4
+
+
+def _synchronous_without_a_step(ranks: Ranks) -> list[tuple[Weights, Weights]]:
+    cases = itertools.product((False, True), (False, True))
+    return [tuple(without_a_step(ranks, 3, *case, width)[1] for width in (None, 1)) for case in cases]  # type: ignore[misc]
+
+
+def test_a_backward_pass_without_a_step_is_that_of_ddp_at_width_1() -> None:
+    for answer in run_ranks(2, _synchronous_without_a_step):
+        for expected, found in answer:
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0.0)
+
+
+def adversaries(ranks: Ranks, door: str, width: int) -> Weights:
+    """Train a critic and a generator, whose loss passes through the critic and whose gradients of that are dropped."""
+    torch.manual_seed(0)
+    models = [nn.Linear(20, 20), nn.Linear(20, 1)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    own = contextlib.nullcontext
+    if door == "Pipelined":
+        pipelines: list[Any] = [
+            Pipelined(*pair, width=width, ranks=ranks) for pair in zip(models, optimizers, strict=True)
+        ]
+        generator, critic = models
+        steps = [pipeline.step for pipeline in pipelines]
+    else:
+        generator, critic = (DistributedDataParallel(model) for model in models)
+        pipelines = [
+            attach(model, optimizer, width=width)
+            for model, optimizer in zip((generator, critic), optimizers, strict=True)
+        ]
+        steps = [optimizer.step for optimizer in optimizers]
+        if door == "attach in no_sync":
+            own = critic.no_sync
+    for inputs, _ in batches(ranks.rank, ranks.world_size):
+        made = generator(inputs)
+        optimizers[1].zero_grad()
+        critic(torch.cat([inputs + 1, -made.detach()])).square().mean().backward()
+        steps[1]()
+        optimizers[0].zero_grad()
+        with own():
+            critic(made).mean().backward()
+        steps[0]()
+    for pipeline in pipelines:
+        pipeline.close()
+    return snapshot(nn.ModuleList(models))
+
+
+def _adversaries_by_all_doors(ranks: Ranks) -> dict[int, list[Weights]]:
+    doors = {2: ["Pipelined", "attach in no_sync"], 1: ["Pipelined", "attach in no_sync", "attach"]}
+    return {width: [adversaries(ranks, door, width) for door in of_width] for width, of_width in doors.items()}
+
+
+def test_a_loss_that_passes_through_another_model_trains_as_by_pipelined() -> None:
+    for by_width in run_ranks(2, _adversaries_by_all_doors):
+        for expected, *found in by_width.values():
+            assert all(same(expected, one) for one in found)
 
 
 def _stops(ranks: Ranks) -> tuple[str, bool]:

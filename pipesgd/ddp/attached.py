@@ -22,7 +22,6 @@ from pipesgd.config import ON_NONFINITE
 from pipesgd.ddp.hook import (
     LoopHooks,
     before_update,
-    check_accumulated,
     check_all_held,
     check_model,
     check_no_scaler,
@@ -249,6 +248,7 @@ class AttachedPipeline(Pipelined):
         return done(bucket.buffer())
 
     def _exchange(self, buckets: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+        self._check_left_out("backward")  # the forward pass was in evaluation mode, as with frozen statistics
         check_unchanged(self._optimizer, self._cut.identities, "an attached pipeline")
         iteration = self.iteration
         self._ranks.iteration = iteration
@@ -347,9 +347,20 @@ class AttachedPipeline(Pipelined):
         """End an iteration whose update the loop has left out."""
         if self._due is None or not (unwrapped(module).training and torch.is_grad_enabled()):
             return
-        if self._due.applied:
-            check_accumulated(self._parameters)
+        self._check_left_out("forward")
         self._finish_iteration()
+
+    def _check_left_out(self, following: str) -> None:
+        """Refuse to leave out an update unless it is that of this iteration's own gradient, or is not finite.
+
+        Else the mean of an earlier iteration would be lost, and the gradient in its place, which the loop has dropped
+        or adds to another one, be applied later.
+        """
+        if self._due is not None and self._in_flight and not self._due.skipped:
+            raise UserInputError(
+                "backward() must be followed by optimizer.step(), or run in ddp_model.no_sync(), with its forward "
+                f"pass, if its gradients are accumulated or dropped; got another {following} pass without a step"
+            )
 
     def _settle(self, call: str) -> None:
         if self._due is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -75,19 +75,6 @@ def before_update(begin: Callable[[], None], args: Any, kwargs: Any) -> Any:
         return result
 
     return (args[0], compute_first), {name: value for name, value in kwargs.items() if name != "closure"}
-
-
-def check_accumulated(parameters: Iterable[Tensor]) -> None:
-    """Refuse gradients of an earlier backward pass that torch has reduced and that no step has used.
-
-    Raises:
-        UserInputError: there are some.
-    """
-    if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
-        raise UserInputError(
-            "gradients must be accumulated in ddp_model.no_sync(), up to the last backward pass of an update; got "
-            "another forward pass without optimizer.step() or zero_grad()"
-        )
 
 
 def check_no_scaler(frame: FrameType | None) -> None:
