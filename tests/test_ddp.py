@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import io
 import itertools
@@ -29,6 +30,7 @@ from pipesgd import (
     LocalSteps,
     NonFiniteGradientError,
     Pipelined,
+    ReplicasDivergedError,
     UserInputError,
 )
 from pipesgd.codecs.options import CODECS, DENSE_CODECS
@@ -370,6 +372,85 @@ def test_evaluating_and_saving_use_the_true_weights() -> None:
     for found in run_ranks(2, _evaluates):
         assert len(found) == 5 * ITERATIONS
         assert all(found)
+
+
+class Average:
+    """An average of weights that is written into the parameters and taken out again, as by torch_ema or diffusers."""
+
+    def __init__(self, model: nn.Module):
+        self.parameters = list(model.parameters())
+        self.averages = [parameter.detach().clone() for parameter in self.parameters]
+
+    def update(self) -> None:
+        for average, parameter in zip(self.averages, self.parameters, strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+
+    def store(self) -> None:
+        self.stored = [parameter.detach().clone() for parameter in self.parameters]
+
+    def copy_to(self, weights: list[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, weights, strict=True):
+            parameter.data.copy_(value)
+
+
+def with_average(
+    ranks: Ranks, options: dict[str, Any], evaluates: bool = True, in_module: bool = False, in_true_weights: bool = True
+) -> tuple[bool, Weights]:
+    """Train, and evaluate an average of the weights after each iteration, which is written into the model for it.
+
+    Returns whether outputs were those of a model that holds the average, and the weights at the end.
+    """
+    ddp_model = DistributedDataParallel(make_model(), broadcast_buffers=False)
+    optimizer, pipeline = start(ddp_model, **options)
+    average = Average(ddp_model)
+    right = True
+    for batch in batches(ranks.rank, ranks.world_size):
+        train(ddp_model, optimizer, batch)
+        with pipeline.true_weights():
+            average.update()
+        if not evaluates:
+            continue
+        other = copy.deepcopy(ddp_model.module).eval()
+        Average(other).copy_to(average.averages)
+        with pipeline.true_weights() if in_true_weights else contextlib.nullcontext(), torch.no_grad():
+            average.store()
+            average.copy_to(average.averages)
+            ddp_model.eval()
+            outputs = (ddp_model.module if in_module else ddp_model)(batch[0])
+            average.copy_to(average.stored)
+            ddp_model.train()
+        right &= torch.equal(outputs, other(batch[0]))
+    pipeline.close()
+    return right, snapshot(ddp_model.module)
+
+
+def _with_averages(ranks: Ranks, options: dict[str, Any]) -> list[tuple[bool, Weights]]:
+    return [with_average(ranks, options, *how) for how in ((False,), (True, False), (True, True))]
+
+
+@pytest.mark.parametrize("options", [{}, {"local_steps": 2}])
+def test_an_average_that_is_evaluated_in_true_weights_is_right_and_changes_no_training(options: dict[str, Any]) -> None:
+    for answers in run_ranks(2, _with_averages, options):
+        for right, weights in answers:
+            assert right
+            assert same(weights, answers[0][1])
+
+
+def _writes_elsewhere(ranks: Ranks, options: dict[str, Any]) -> str:
+    try:
+        with_average(ranks, options, in_module=True, in_true_weights=False)
+    except ReplicasDivergedError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("options", [{}, {"local_steps": 2}])
+def test_weights_that_were_written_outside_of_true_weights_are_noticed_at_the_end(options: dict[str, Any]) -> None:
+    """What is taken out again are predicted weights of this rank, which used to be trained on from then on."""
+    assert set(run_ranks(2, _writes_elsewhere, options)) == {
+        "weights must be written in pipeline.true_weights() alone, and alike on all ranks; got other weights on rank 1 "
+        "than on rank 0"
+    }
 
 
 def _resumes(ranks: Ranks, stop: int, options: dict[str, Any]) -> tuple[str, str]:

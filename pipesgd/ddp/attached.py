@@ -25,6 +25,7 @@ from pipesgd.ddp.hook import (
     check_all_held,
     check_model,
     check_no_scaler,
+    check_same_weights,
     done,
 )
 from pipesgd.ddp.local_steps import AttachedLocalSteps
@@ -187,13 +188,19 @@ class AttachedPipeline(Pipelined):
         raise UserInputError("an attached pipeline must be left to the loop: call optimizer.step() instead of step()")
 
     def flush(self) -> StepReport:
-        """Wait for and apply all gradients in flight; see ``Pipelined.flush``."""
+        """Wait for and apply all gradients in flight; see ``Pipelined.flush``.
+
+        Raises its errors, and ``ReplicasDivergedError`` if the ranks end with different weights.
+        """
         self._settle("flush")
         self._stepping_itself = True
         try:
-            return super().flush()
+            report = super().flush()
         finally:
             self._stepping_itself = False
+        if report.applied and not self.drifts:
+            check_same_weights(self._parameters, self._ranks)
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients in flight and the codec's state; see ``Pipelined.state_dict``."""

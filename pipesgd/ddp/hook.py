@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -13,8 +13,10 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.errors import UserInputError
+from pipesgd.errors import ReplicasDivergedError, UserInputError, named
 from pipesgd.optim.step import trainable_parameters
+from pipesgd.ranks import Ranks
+from pipesgd.replicas import hashes_of_ranks
 
 
 def check_model(ddp_model: DistributedDataParallel) -> None:
@@ -75,6 +77,23 @@ def before_update(begin: Callable[[], None], args: Any, kwargs: Any) -> Any:
         return result
 
     return (args[0], compute_first), {name: value for name, value in kwargs.items() if name != "closure"}
+
+
+def check_same_weights(parameters: Sequence[Tensor], ranks: Ranks) -> None:
+    """Compare the weights of all ranks, which were written in the wrong place if they differ. Collective.
+
+    Writes through ``.data`` or ``copy_`` leave no other trace, wherever they are made.
+
+    Raises:
+        ReplicasDivergedError: they differ.
+    """
+    hashes = hashes_of_ranks(nn.ParameterList(parameters), ranks)
+    others = [ranks.number(rank) for rank, one in enumerate(hashes) if one != hashes[0]]
+    if others:
+        raise ReplicasDivergedError(
+            "weights must be written in pipeline.true_weights() alone, and alike on all ranks; got other weights on "
+            f"{named(others)} than on rank {ranks.number(0)}"
+        )
 
 
 def check_no_scaler(frame: FrameType | None) -> None:

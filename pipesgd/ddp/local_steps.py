@@ -19,6 +19,7 @@ from pipesgd.ddp.hook import (
     check_all_held,
     check_model,
     check_no_scaler,
+    check_same_weights,
     done,
 )
 from pipesgd.errors import NonFiniteGradientError, UserInputError
@@ -82,9 +83,15 @@ class AttachedLocalSteps(LocalSteps):
         raise UserInputError("attached local steps must be left to the loop: call optimizer.step() instead of step()")
 
     def flush(self) -> StepReport:
-        """Exchange the window so far and apply all movements in flight; see ``LocalSteps.flush``."""
+        """Exchange the window so far and apply all movements in flight; see ``LocalSteps.flush``.
+
+        Raises its errors, and ``ReplicasDivergedError`` if the ranks end with different weights.
+        """
         self._settle("flush")
-        return super().flush()
+        report = super().flush()
+        if report.applied and not self.drifts:
+            check_same_weights(self._inner.parameters, self._ranks)
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of both optimizers and of the window; see ``LocalSteps.state_dict``."""
