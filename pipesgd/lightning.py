@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from pipesgd.checks import check_left_out, check_version
-from pipesgd.ddp.attached import Attached, attach, with_clipping
+from pipesgd.ddp.attached import Attached, attach, local_steps_of, with_clipping
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 
@@ -29,6 +29,9 @@ PACKAGES = {
 OLDEST = "2.5"
 REFUSED = ("2.6.2", "2.6.3")
 """Versions that were published with malware (GHSA-w37p-236h-pfx3)."""
+AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
+"""Callbacks that read weights which differ between ranks, and write an average into the model before its last update.
+Some versions have only one of them."""
 MARK = "pipesgd"
 """Entry of a checkpoint whose pipelines are in files next to it."""
 
@@ -52,8 +55,9 @@ def pipeline_file(checkpoint: str | Path, strategy: Any) -> PipelineFile:
 
 def make_strategy(module: str) -> type[Any]:
     """Return the strategy for the Trainer of ``module``, and register it there under the name "pipesgd"."""
-    strategies = importlib.import_module(f"{module}.strategies")
+    strategies, callbacks = (importlib.import_module(f"{module}.{part}") for part in ("strategies", "callbacks"))
     base: Any = strategies.DDPStrategy
+    averages = tuple(getattr(callbacks, name) for name in AVERAGES if hasattr(callbacks, name))
 
     class PipesgdStrategy(base):  # type: ignore[misc]  # Lightning's classes are known only when it is installed
         """Training with DistributedDataParallel whose gradients arrive late and compressed (``pipesgd.ddp.attach``).
@@ -101,6 +105,13 @@ def make_strategy(module: str) -> type[Any]:
                 return
             if not self.lightning_module.automatic_optimization:
                 raise UserInputError("automatic_optimization must be True with strategy pipesgd")
+            late = self._pipeline_options["width"] != 1 or local_steps_of(self._pipeline_options) is not None
+            refused = [type(one).__name__ for one in trainer.callbacks if late and isinstance(one, averages)]
+            if refused:
+                raise UserInputError(
+                    "callbacks must not average weights with strategy pipesgd, except at width=1 without local steps; "
+                    f"got {refused[0]}"
+                )
             [optimizer] = self.optimizers  # Lightning refuses several, unless optimization is manual
             clipped_by = "clip_value" if trainer.gradient_clip_algorithm == "value" else "clip_norm"
             options = with_clipping(self._pipeline_options, {clipped_by: trainer.gradient_clip_val or None})

@@ -191,6 +191,13 @@ def refused() -> dict[str, str]:
             self.net.append(nn.BatchNorm1d(1))
 
     windows = pipesgd_lightning.PipesgdStrategy(pipeline_options={"local_steps": 2})
+    synchronous_windows = pipesgd_lightning.PipesgdStrategy(width=1, pipeline_options={"local_steps": 2})
+
+    def averaged(**trainer_options: Any) -> Regression:
+        class Derived(pl.callbacks.EMAWeightAveraging):  # type: ignore[misc]
+            pass
+
+        return fit({"enable_checkpointing": False, "callbacks": [Derived()]} | trainer_options)
 
     found = {}
     for name, make in {
@@ -200,6 +207,9 @@ def refused() -> dict[str, str]:
         "two": lambda: fit({"enable_checkpointing": False}, Two()),
         "none": lambda: fit({"enable_checkpointing": False}, Without()),
         "buffers": lambda: fit({"enable_checkpointing": False, "strategy": windows}, Normalized()),
+        "average": averaged,
+        "average of windows": lambda: averaged(strategy=synchronous_windows),
+        "average of the last epochs": lambda: averaged(callbacks=[pl.callbacks.StochasticWeightAveraging(0.01)]),
         "fabric's scaler": lambda: pipesgd_lightning.PipesgdFabricStrategy(
             pipeline_options={"scaler": torch.amp.GradScaler("cpu")}
         ),
@@ -277,6 +287,14 @@ def fabric() -> dict[str, Any]:
     }
 
 
+def averaged() -> dict[str, Any]:
+    """Train at width 1 with an average, which is in the model at the end."""
+    average = pl.callbacks.EMAWeightAveraging(decay=0.5)
+    strategy = pipesgd_lightning.PipesgdStrategy(width=1)
+    model = fit({"enable_checkpointing": False, "callbacks": [average], "strategy": strategy})
+    return {"found": weights_sha256(model.net), "average": weights_sha256(average._average_model.module.net)}
+
+
 def boring() -> dict[str, Any]:
     from pytorch_lightning.demos.boring_classes import BoringModel
 
@@ -288,7 +306,7 @@ def boring() -> dict[str, Any]:
     return {"steps": trainer.global_step, "weights": weights_sha256(model)}
 
 
-SCENARIOS = {one.__name__: one for one in (resumed, removed, refused, boring, fabric)}
+SCENARIOS = {one.__name__: one for one in (resumed, removed, refused, averaged, boring, fabric)}
 
 
 def main() -> None:

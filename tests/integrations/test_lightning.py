@@ -60,7 +60,13 @@ def test_files_of_a_checkpoint_that_the_trainer_removes_go_with_it(tmp_path: Pat
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
     for found in run("refused", tmp_path):
         assert found.pop("two").startswith("Training with multiple optimizers is only supported with manual"), "its own"
+        average = (
+            "callbacks must not average weights with strategy pipesgd, except at width=1 without local steps; got "
+        )
         assert found == {
+            "average": f"{average}Derived",
+            "average of windows": f"{average}Derived",
+            "average of the last epochs": f"{average}StochasticWeightAveraging",
             "clip_norm": "clip_norm must be left out, since the Trainer has gradient_clip_val; got 1.0",
             "hook": "ddp_comm_hook must be left out with strategy pipesgd, which has its own hook",
             "manual": "automatic_optimization must be True with strategy pipesgd",
@@ -73,6 +79,11 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
             "fabric's optimizer alone": "an optimizer must be set up with its model with strategy pipesgd: "
             "fabric.setup",
         }
+
+
+def test_an_average_of_weights_at_width_1_is_in_the_model_at_the_end(tmp_path: Path) -> None:
+    for found in run("averaged", tmp_path):
+        assert found["found"] == found["average"]
 
 
 def test_lightnings_own_demonstration_runs_unchanged_but_for_the_strategy(tmp_path: Path) -> None:
