@@ -807,6 +807,37 @@ def test_a_loss_that_passes_through_another_model_trains_as_by_pipelined() -> No
             assert all(same(expected, one) for one in found)
 
 
+def _in_join(ranks: Ranks) -> list[tuple[str, int]]:
+    """Train in ``join`` with fewer batches on rank 1; return what is raised, and the number of iterations."""
+    found = []
+    for options in ({}, {"local_steps": 2}):
+        for how in ({}, {"throw_on_early_termination": True}):
+            ddp_model = DistributedDataParallel(make_model(), broadcast_buffers=False)
+            optimizer, pipeline = start(ddp_model, **options)
+            error = ""
+            try:
+                with ddp_model.join(**how):
+                    for batch in batches(ranks.rank, ranks.world_size, ITERATIONS - 2 * ranks.rank):
+                        train(ddp_model, optimizer, batch)
+            except (RuntimeError, UserInputError) as raised:
+                error = str(raised)
+            pipeline.close()  # which compares weights
+            found.append((error, pipeline.iteration))
+    return found
+
+
+def test_join_is_refused_unless_all_ranks_end_at_once() -> None:
+    for rank, found in enumerate(run_ranks(2, _in_join)):
+        refused = (
+            "inputs must be even: all ranks must train on the same number of batches, since a rank that waits in "
+            "ddp_model.join() takes no step; got a forward pass in join() without throw_on_early_termination=True",
+            0,
+        )
+        ended = f"Rank {rank} exhausted all inputs." if rank else "Detected at least one rank that exhausted inputs."
+        found = [(error.split(" Throwing")[0], count) for error, count in found]
+        assert found == [refused, (ended, ITERATIONS - 2)] * 2
+
+
 def _stops(ranks: Ranks) -> tuple[str, bool]:
     ddp_model = DistributedDataParallel(make_model())
     optimizer, pipeline = start(ddp_model)

@@ -147,6 +147,19 @@ class InLoop(Protocol):
         """End the pipeline because of ``error``."""
 
 
+def check_no_join(ddp_model: DistributedDataParallel, inputs: Any) -> None:
+    """Refuse a forward pass in ``ddp_model.join()``; those that end on all ranks at once are right.
+
+    Raises:
+        UserInputError: there is one.
+    """
+    if ddp_model._join_config.enable and not ddp_model._join_config.throw_on_early_termination:
+        raise UserInputError(
+            "inputs must be even: all ranks must train on the same number of batches, since a rank that waits in "
+            "ddp_model.join() takes no step; got a forward pass in join() without throw_on_early_termination=True"
+        )
+
+
 class LoopHooks:
     """Hooks that call a pipeline attached to a loop; it is ended if torch refuses the communication hook."""
 
@@ -162,6 +175,7 @@ class LoopHooks:
         self._handles = [
             optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
+            ddp_model.register_forward_pre_hook(check_no_join),
         ]
         self._removed = False
         try:
