@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel
 
 from pipesgd import (
     CommunicationError,
@@ -453,6 +454,44 @@ def test_weights_that_were_written_outside_of_true_weights_are_noticed_at_the_en
     }
 
 
+def saved_whole(model: nn.Module) -> nn.Module:
+    return pickled(model, weights_only=False)  # type: ignore[no-any-return]
+
+
+def _copies(ranks: Ranks) -> list[bool]:
+    """Train a copy by DDP alone, between two iterations of the model; compare the latter's weights with no copies."""
+    weights: list[Weights] = []
+    alike = []
+    doors: dict[str, Callable[..., Any]] = {
+        "attach": attach,
+        "local steps": lambda *pair: attach(*pair, local_steps=2),
+        "compress": lambda model, _: compress(model),
+    }
+    for door, (copies, make_copy) in itertools.product(
+        doors.values(), ((False, copy.deepcopy), (True, copy.deepcopy), (True, AveragedModel), (True, saved_whole))
+    ):
+        ddp_model = DistributedDataParallel(make_model(), broadcast_buffers=False)
+        optimizer = make_optimizer("sgd", ddp_model)
+        state = door(ddp_model, optimizer)
+        for batch in batches(ranks.rank, ranks.world_size):
+            train(ddp_model, optimizer, batch)
+            if copies:
+                other = make_copy(ddp_model)
+                other = other.module if make_copy is AveragedModel else other
+                alike.append(same(snapshot(other), snapshot(ddp_model)))
+                train(other, make_optimizer("sgd", other), batch)
+                other.load_state_dict(other.state_dict())
+        state.close()
+        weights = [*weights, snapshot(ddp_model)] if copies else [snapshot(ddp_model)]
+        alike.append(same(weights[0], weights[-1]))
+    return alike
+
+
+def test_a_copy_of_an_attached_model_has_nothing_to_do_with_the_pipeline() -> None:
+    for alike in run_ranks(2, _copies):
+        assert alike == [True] * 3 * (4 + 3 * ITERATIONS)
+
+
 def _resumes(ranks: Ranks, stop: int, options: dict[str, Any]) -> tuple[str, str]:
     hashes = []
     keywords = {"bucket_cap_mb": SMALL_BUCKETS, "broadcast_buffers": "local_steps" not in options}
@@ -476,11 +515,11 @@ def _resumes(ranks: Ranks, stop: int, options: dict[str, Any]) -> tuple[str, str
     return hashes[0], hashes[1]
 
 
-def pickled(state: Any) -> Any:
+def pickled(state: Any, **options: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file)
+    return torch.load(file, **options)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT
-from pipesgd.ddp.hook import check_model, comm_hook, done
+from pipesgd.ddp.hook import check_model, done, register_comm_hook
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.functions import OWN, kind
@@ -134,7 +134,7 @@ class CompressedBuckets:
         self._wire_bytes = 0
         try:
             self._codec = compiled_codec(options, self._ranks, device.type)
-            ddp_model.register_comm_hook(self.take_bucket, comm_hook)
+            register_comm_hook(ddp_model, self.take_bucket)
         except BaseException:
             self._end()
             raise

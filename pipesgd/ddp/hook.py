@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.errors import ReplicasDivergedError, UserInputError, named
 from pipesgd.optim.step import trainable_parameters
+from pipesgd.pipeline.true_weights_hooks import Hook
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import hashes_of_ranks
 
@@ -175,11 +176,11 @@ class LoopHooks:
         self._handles = [
             optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
-            ddp_model.register_forward_pre_hook(check_no_join),
+            ddp_model.register_forward_pre_hook(Hook(check_no_join)),
         ]
         self._removed = False
         try:
-            ddp_model.register_comm_hook(attached.take_bucket, comm_hook)
+            register_comm_hook(ddp_model, attached.take_bucket)
         except BaseException as error:
             self.remove()
             attached.__exit__(type(error), error, None)
@@ -187,7 +188,7 @@ class LoopHooks:
 
     def before_forward_of(self, ddp_model: DistributedDataParallel, call: Callable[[nn.Module, Any], None]) -> None:
         """Have ``call`` called before each forward pass."""
-        self._handles.append(ddp_model.register_forward_pre_hook(call))
+        self._handles.append(ddp_model.register_forward_pre_hook(Hook(call)))
 
     def before_update_of(self, scaler: torch.amp.GradScaler, call: Callable[[], None]) -> None:
         """Have ``call`` called before each update of the loop's scaler, which torch has no hook for, until ``remove``.
@@ -208,6 +209,11 @@ class LoopHooks:
         for handle in self._handles:
             handle.remove()
         self._removed = True
+
+
+def register_comm_hook(ddp_model: DistributedDataParallel, take: Callable[[GradBucket], Future[Tensor]]) -> None:
+    """Let ``take`` take the buckets of ``ddp_model``, but not those of a copy of it."""
+    ddp_model.register_comm_hook(Hook(take), comm_hook)
 
 
 def comm_hook(take: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:

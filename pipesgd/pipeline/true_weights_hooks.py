@@ -115,11 +115,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 class Hook:
     """A hook of torch that is replaced by one that does nothing when its module is copied or pickled."""
 
-    def __init__(self, call: Callable[..., None]):
+    def __init__(self, call: Callable[..., Any]):
         self._call = call
 
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
 
     def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., None]]]:
         return type(self), (_do_nothing,)
@@ -129,8 +129,8 @@ class OutsideOfGraphs(Hook):
     """A hook that is called in every forward pass of a compiled model, whose graphs do not contain it."""
 
     @torch._disable_dynamo  # as torch.compiler.disable, but imports the compiler, which takes a second, when called
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
 
 
 def _do_nothing(*arguments: Any) -> None:
