@@ -42,9 +42,9 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:30]}...{text[-20:]} ({len(text)} characters)"
 
 
-def check_timeout(value: float) -> None:
-    """Raise ``UserInputError`` unless ``value`` is a number of seconds that torch and gloo can wait."""
-    if not SHORTEST_TIMEOUT <= value <= LONGEST_TIMEOUT:
+def check_timeout(value: float | None) -> None:
+    """Raise ``UserInputError`` unless ``value`` is a number of seconds that torch and gloo can wait, or None."""
+    if value is not None and not SHORTEST_TIMEOUT <= value <= LONGEST_TIMEOUT:
         raise UserInputError(
             f"timeout must be from {SHORTEST_TIMEOUT:g} to {LONGEST_TIMEOUT:,.0f} seconds; got {value}"
         )

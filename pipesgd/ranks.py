@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from pipesgd.checks import LONGEST_TIMEOUT
 from pipesgd.config import DEFAULT_TIMEOUT, differing_options
 from pipesgd.errors import (
     CommunicationError,
@@ -157,7 +158,7 @@ class Ranks:
         if job._watcher is None:
             if job.standing.has_left:  # when an earlier watcher was closed
                 job.enter("start")
-            store = job._calls.clone(lambda: job.timeout)
+            store = job._calls.clone(lambda: job.standing.longest_silence)
             job._watcher = Watcher(
                 store,
                 job.rank,
@@ -523,10 +524,12 @@ def alone(number: int | None = None) -> Ranks:
     return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False, numbers=numbers)
 
 
-def current(timeout: float, process_group: dist.ProcessGroup | None = None) -> Ranks:
+def current(timeout: float | None, process_group: dist.ProcessGroup | None = None) -> Ranks:
     """Return the ranks of ``process_group``, by default torch's default group, which is started if there is none yet.
 
     All ranks of the group call this together. Those of other groups of the job may do so at the same time, or not.
+    With None, ranks wait for each other as long as in the group's own operations. That is half an hour in gloo, since
+    one of them may evaluate or save alone, but a rank without a heartbeat is lost as early as by default.
 
     Raises:
         UserInputError: ``process_group`` is no group of torch.distributed, or one without this rank.
@@ -539,14 +542,15 @@ def current(timeout: float, process_group: dist.ProcessGroup | None = None) -> R
         # Ranks that share a GPU use gloo for it, too: nccl refuses them.
         enough = torch.cuda.device_count() >= ranks.local_world_size
         own_gpus = all(ranks.all_gather_object("whether there are GPUs", enough))
-        ranks.start_process_group("cuda" if own_gpus else "cpu", timeout)
+        ranks.start_process_group("cuda" if own_gpus else "cpu", DEFAULT_TIMEOUT if timeout is None else timeout)
         return ranks
     everybody = dist.distributed_c10d._get_default_group()
     group = process_group or everybody
+    standing = Standing(_timeout_of(group), silence=DEFAULT_TIMEOUT) if timeout is None else Standing(timeout)
     # torch offers no public access to the store of a group that somebody else has started.
     store = dist.PrefixStore("pipesgd", dist.distributed_c10d._get_process_group_store(group))
     rank, numbers = dist.get_rank(group), dist.get_process_group_ranks(group)
-    session = open_session(store, rank, len(numbers), timeout, numbers.__getitem__)
+    session = open_session(store, rank, len(numbers), standing.timeout, numbers.__getitem__)
     started = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
     # Else torchrun's variables are not those of the default group.
     by_torchrun = started == [str(dist.get_rank()), str(dist.get_world_size())]
@@ -557,14 +561,14 @@ def current(timeout: float, process_group: dist.ProcessGroup | None = None) -> R
         world_size=len(numbers),
         store=session,
         job_store=store,
-        standing=Standing(timeout),
+        standing=standing,
         local_rank=close_by.index(dist.get_rank()) if by_torchrun else 0,
         local_world_size=len(close_by) if by_torchrun else 1,
         numbers=() if group is everybody else tuple(numbers),
     )
 
 
-def given_ranks(ranks: Ranks | None, process_group: dist.ProcessGroup | None, timeout: float) -> Ranks:
+def given_ranks(ranks: Ranks | None, process_group: dist.ProcessGroup | None, timeout: float | None) -> Ranks:
     """Return the ``ranks`` to work with, or those of ``process_group``, as ``current`` does.
 
     Raises:
@@ -599,6 +603,14 @@ def among(numbers: Sequence[int], standing: Standing) -> Ranks:
         standing=standing,
         numbers=tuple(numbers),
     )
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the seconds that operations of ``group`` wait for a rank."""
+    # torch offers no public access to it.
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return min(timeout.total_seconds(), LONGEST_TIMEOUT)
 
 
 def _check_group(group: Any) -> None:

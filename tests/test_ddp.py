@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import functools
 import io
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -901,6 +903,36 @@ def test_a_gradient_that_is_not_finite_is_raised_by_backward_on_all_ranks() -> N
             "the averaged gradient of iteration 2 holds a NaN or an infinity: so does the own gradient of rank 1"
         )
         assert are_true
+
+
+def _timeouts(ranks: Ranks, of_group: float, options: dict[str, float]) -> list[tuple[float, float, float]]:
+    """Return for each door how long it waits for a message, for a rank in the store, and for a heartbeat."""
+    group = dist.new_group(timeout=timedelta(seconds=of_group))
+    doors: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
+        (attach, lambda pipeline: pipeline._summing.connections),
+        (functools.partial(attach, local_steps=1), lambda steps: steps._pipeline._summing.connections),
+        (lambda ddp_model, _, **options: compress(ddp_model, **options), lambda state: state._connections),
+    ]
+    found = []
+    for door, connections_of in doors:
+        ddp_model = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
+        state = door(ddp_model, make_optimizer("sgd", ddp_model), **options)
+        standing = state._ranks.standing
+        found.append((connections_of(state)._timeout, standing.timeout, standing.longest_silence))
+        state.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("of_group", "options", "expected"),
+    [(1800, {}, (1800, 1800, 120)), (55, {}, (55, 55, 55)), (1800, {"timeout": 300}, (300, 300, 300))],
+)
+def test_ranks_wait_as_long_as_their_group_unless_a_heartbeat_is_missing(
+    of_group: float, options: dict[str, float], expected: tuple[float, float, float]
+) -> None:
+    """A rank that evaluated or saved alone for two minutes used to end the training."""
+    for found in run_ranks(2, _timeouts, of_group, options):
+        assert set(found) == {expected}
 
 
 def _one_leaves(ranks: Ranks, door: str) -> str:

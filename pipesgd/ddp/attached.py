@@ -91,7 +91,8 @@ def attach(
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
         options: further arguments of ``pipesgd.Pipelined``, except ``guard``, ``buckets`` and ``reduce``, or with
-            local steps those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``.
+            local steps those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``, and
+            ``timeout`` is that of the group: half an hour with gloo, unless the group was made with another one.
             ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip
             them alike; with local steps they are left out, since both are about the rank's own movement.
 
@@ -100,6 +101,7 @@ def attach(
             value is out of range.
         CommunicationError: a rank could not be reached.
     """
+    options = {"timeout": None} | options
     options |= {"width": width, "codec": codec, "loop_scaler": scaler, "on_nonfinite": on_nonfinite}
     steps = local_steps_of(options | {"local_steps": local_steps})
     if steps is None:

@@ -23,7 +23,6 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import Group
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.ddp.hook import check_model, done, register_comm_hook
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
@@ -43,7 +42,7 @@ def compress(
     codec: str | CodecOptions | OwnCodec = "int8",
     *,
     all_reduce: str | Algorithm = "ring",
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
     segment_bytes: int = SEGMENT_BYTES,
     connections: int = 1,
     seed: int = 0,
@@ -58,7 +57,8 @@ def compress(
         ddp_model: a model in DistributedDataParallel without a communication hook.
         codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``; all but topk and powersgd.
         all_reduce: the algorithm, by its name on the command line or as a function; see ``pipesgd.Pipelined``.
-        timeout: seconds that a rank waits for another one in any one message; 120 by default.
+        timeout: seconds that a rank waits for another one in any one message; None means as long as in operations of
+            ``process_group``: half an hour with gloo, unless the group was made with another timeout.
         segment_bytes: largest message in bytes, 1 MiB by default.
         connections: connections to each rank, used in turn.
         seed: seed of the random numbers of stochastic rounding.
@@ -95,7 +95,7 @@ class CompressedBuckets:
         options: CodecOptions,
         *,
         all_reduce: str | Algorithm,
-        timeout: float,
+        timeout: float | None,
         segment_bytes: int,
         connections: int,
         seed: int,
@@ -119,7 +119,7 @@ class CompressedBuckets:
         self._connections = Connections(
             all_reduce,
             self._ranks,
-            timeout=timeout,
+            timeout=self._ranks.timeout,
             segment_bytes=segment_bytes,
             connections=connections,
             device=device.type,

@@ -212,6 +212,8 @@ class Standing:
 
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that this rank waits for another one."""
+    silence: float | None = None
+    """Seconds without a heartbeat after which a rank is lost, if those are fewer than ``timeout``."""
     stall_seconds: float = DEFAULT_STALL_SECONDS
     """Seconds of waiting after which rank 0 reports the ranks that it waits for."""
     iteration: int | None = None
@@ -227,6 +229,11 @@ class Standing:
         before = self._phase
         self._phase = (phase, waiting, now)
         return before
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds without a heartbeat, or without an answer to one, that this rank waits for."""
+        return self.timeout if self.silence is None else min(self.timeout, self.silence)
 
     @property
     def has_left(self) -> bool:

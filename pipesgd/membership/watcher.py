@@ -132,7 +132,7 @@ class Watcher:
         if failed is not None:
             peer, report = failed
             return self._error(PeerFailed, peer, beat.phase, report)
-        lost = self._liveness.lost(now, self._standing.timeout)
+        lost = self._liveness.lost(now, self._standing.longest_silence)
         if lost:
             silent = self._liveness.silent(now)
             if 1 < len(silent) == self._world_size - 1:  # more likely this rank is cut off: accuse nobody

@@ -267,7 +267,7 @@ class LocalSteps(Strategy):
         scaler: torch.amp.GradScaler | None = None,
         codec: str | CodecOptions | OwnCodec = "fp32",
         on_nonfinite: str = "stop",
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = DEFAULT_TIMEOUT,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
         **options: Any,

@@ -104,7 +104,7 @@ class Pipelined(Strategy):
             and the number of ranks that returns the rank's ``timing_model.schedules.Schedule``.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
         timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native); 120 by
-            default.
+            default. None means as long as in operations of ``process_group``.
         segment_bytes: largest message in bytes, 1 MiB by default; native splits messages as torch does.
         connections: connections to each rank, used in turn.
         rate_limit: most that this rank sends in a second, as "50mbit" or "6.25MB/s"; see ``--rate-limit``. No limit by
@@ -167,7 +167,7 @@ class Pipelined(Strategy):
         codec: str | CodecOptions | OwnCodec = "fp32",
         all_reduce: str | Algorithm = "ring",
         on_nonfinite: str = "stop",
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = DEFAULT_TIMEOUT,
         segment_bytes: int = SEGMENT_BYTES,
         connections: int = 1,
         rate_limit: str | None = None,
@@ -277,7 +277,7 @@ class Pipelined(Strategy):
         else:
             self.drifts = successor_of.drifts
         wanted: dict[str, Any] = {
-            "timeout": timeout,
+            "timeout": self._ranks.timeout if timeout is None else timeout,
             "segment_bytes": segment_bytes,
             "connections": connections,
             "rate_limit": most_bytes,
