@@ -120,7 +120,7 @@ def make_strategy(module: str) -> type[Any]:
 
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
-            self._loaded_from = Path(checkpoint_path)
+            self._loaded_from = Path(checkpoint_path).resolve()  # ModelCheckpoint may have made a link to the newest
             return checkpoint
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -218,7 +218,7 @@ def make_fabric_strategy(module: str) -> type[Any]:
         def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **options: Any) -> dict[str, Any]:
             rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **options)
             if self.pipeline is not None and MARK in rest and _has_optimizer(state):
-                pipeline_file(path, self).load(self.pipeline, rest.pop(MARK)["iteration"])
+                pipeline_file(Path(path).resolve(), self).load(self.pipeline, rest.pop(MARK)["iteration"])
             return rest
 
     PipesgdFabricStrategy.__module__ = __name__

@@ -146,9 +146,12 @@ def equal(scenario: str) -> dict[str, Any]:
 def resumed() -> dict[str, Any]:
     whole = fit({"enable_checkpointing": False, "max_epochs": 3})
     # At the end of an epoch: Lightning does not skip the samples that were used of one that has begun.
-    checkpoints = pl.callbacks.ModelCheckpoint(dirpath=FOLDER / "checkpoints", save_on_train_epoch_end=True)
+    folder = FOLDER / "checkpoints"
+    checkpoints = pl.callbacks.ModelCheckpoint(dirpath=folder, save_on_train_epoch_end=True, save_last="link")
     fit({"max_epochs": 1, "callbacks": [checkpoints]})
-    newest = max((FOLDER / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    torch.distributed.barrier()
+    newest = folder / "last.ckpt"
+    assert newest.is_symlink()
     continued = fit({"max_epochs": 3, "enable_checkpointing": False}, ckpt_path=newest)
     saved = Regression()
     saved.load_state_dict(torch.load(newest, weights_only=False)["state_dict"])
