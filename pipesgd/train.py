@@ -260,10 +260,13 @@ class Run:
         """Continue from the newest checkpoint that is whole on all ranks, if there is one.
 
         Raises:
-            UserInputError: ranks have checkpoints, but none in common. Nothing was deleted.
+            UserInputError: ranks have checkpoints, but none in common, or results without any. Nothing was deleted.
         """
         workers = self.job.workers
-        if (found := self.checkpoints.load_newest(self.state.what_is_wrong_with)) is not None:
+        found = self.checkpoints.load_newest(self.state.what_is_wrong_with)
+        if found is None:
+            workers.raise_together("results of an earlier run", lambda: output.check_no_results(self.job.folder))
+        else:
             self.plan.restore(found.own["strategy"]["iteration"], found.shared)
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)

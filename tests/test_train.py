@@ -388,6 +388,22 @@ def test_trained_weights_that_cannot_be_written_are_in_the_last_checkpoint(tmp_p
 def test_resume_without_a_checkpoint_starts_from_the_beginning_and_says_so(tmp_path: Path) -> None:
     results = run(2, SHORT + " --resume", tmp_path)
     assert "no checkpoint yet: starting from the beginning" in results[0][1]
+    # It has finished. Without its checkpoints it would have to begin again, and its results would be lost.
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = contents(tmp_path)
+    for result in ("summary.json", "model.pt"):
+        results = run(2, SHORT + " --resume", tmp_path)
+        assert {error for error, _, _ in results} == {
+            f"UserInputError: a finished run must have its checkpoints to be resumed; got {tmp_path}, which has "
+            f"{result} and no checkpoint: bring the checkpoints back, or begin again with --overwrite"
+        }
+        assert contents(tmp_path) | {".lock": before[".lock"]} == before
+        del before[result]
+        (tmp_path / result).unlink()
+    results = run(2, SHORT + " --resume", tmp_path)
+    assert "no checkpoint yet: starting from the beginning" in results[0][1]
+    assert "holds only iterations that are run again; it is kept as metrics.jsonl.aside-1" in results[0][2]
+    assert (tmp_path / "metrics.jsonl.aside-1").read_bytes() == before["metrics.jsonl"]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

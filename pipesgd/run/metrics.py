@@ -95,7 +95,7 @@ class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard events below ``output``. A failure to write does not end the run.
 
     Lines from ``start`` on, which an interrupted run may have left, are dropped, since these iterations are run again.
-    An earlier metrics.jsonl that cannot be read in full is kept under another name.
+    An earlier metrics.jsonl that cannot be read in full, or of which no line would be left, is kept under another name.
     """
 
     def __init__(self, output: Path, *, start: int):
@@ -103,8 +103,9 @@ class MetricsWriter:
         lines, whole = _read(path)
         kept = [line for line in lines if line["iteration"] < start]
         try:
-            if not whole:
-                warn(f"{path} could not be read in full; it is kept as {_keep_aside(path).name}")
+            if not whole or (lines and not kept):
+                why = "holds only iterations that are run again" if whole else "could not be read in full"
+                warn(f"{path} {why}; it is kept as {_keep_aside(path).name}")
             write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         except OSError as failure:
             warn(f"{reason(failure, path)}; training continues, and lines of repeated iterations appear twice")

@@ -124,6 +124,20 @@ def take_folder(
     return lock
 
 
+def check_no_results(folder: Path) -> None:
+    """Refuse to begin a run in a folder that has the results of one.
+
+    Raises:
+        CheckpointError: it has them. They would be replaced by those of a run that begins again.
+    """
+    for name in (SUMMARY_FILE, WEIGHTS_FILE):
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"a finished run must have its checkpoints to be resumed; got {folder}, which has {name} and no "
+                "checkpoint: bring the checkpoints back, or begin again with --overwrite"
+            )
+
+
 def describe_again(
     config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: dict[str, str] | None = None
 ) -> None:
