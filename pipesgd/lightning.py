@@ -7,10 +7,13 @@ have classes of their own: each one that was imported before gets the strategy, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from torch.optim import Optimizer
 from pipesgd.checks import check_left_out, check_version
 from pipesgd.ddp.attached import Attached, attach, local_steps_of, with_clipping
 from pipesgd.errors import UserInputError
-from pipesgd.run.pipeline_file import PipelineFile
+from pipesgd.run.pipeline_file import SAVE_DIGITS, PipelineFile
 
 PACKAGES = {
     "pytorch_lightning": ("pytorch-lightning", "lightning_fabric"),
@@ -48,9 +51,32 @@ def check_lightning(distribution: str) -> None:
     check_version(distribution, OLDEST, "strategy pipesgd")
 
 
-def pipeline_file(checkpoint: str | Path, strategy: Any) -> PipelineFile:
+def pipeline_file(checkpoint: str | Path, strategy: Any, of_save: str | None = None) -> PipelineFile:
     """Return the file next to ``checkpoint`` with the pipeline of this rank of ``strategy``."""
-    return PipelineFile(Path(f"{checkpoint}.pipesgd-rank-{strategy.global_rank}"), strategy.world_size)
+    return PipelineFile(Path(f"{checkpoint}.pipesgd-rank-{strategy.global_rank}"), strategy.world_size, of_save)
+
+
+@contextlib.contextmanager
+def pipeline_saved(checkpoint: str | Path, strategy: Any, pipeline: Attached) -> Iterator[dict[str, Any]]:
+    """Write the pipeline of this rank, and yield the entry of the ``checkpoint``, which is to be written meanwhile.
+
+    All ranks call this together. They wait for each other: rank 0 replaces a checkpoint of the same name, so the new
+    pipelines must be there before, and the old ones until then.
+    """
+    mark = {"iteration": pipeline.iteration, "save": strategy.broadcast(secrets.token_hex(SAVE_DIGITS // 2))}
+    file = pipeline_file(checkpoint, strategy, mark["save"])
+    file.save(pipeline)
+    strategy.barrier()
+    yield mark
+    strategy.barrier()
+    file.remove_others()
+
+
+def load_pipeline(checkpoint: str | Path, strategy: Any, pipeline: Attached, mark: dict[str, Any]) -> None:
+    """Let ``pipeline`` continue from the file next to ``checkpoint`` whose entry is ``mark``."""
+    path = Path(checkpoint).resolve()  # ModelCheckpoint may have made a link to the newest
+    # Earlier versions gave a save no name.
+    pipeline_file(path, strategy, mark.get("save")).load(pipeline, mark["iteration"])
 
 
 def make_strategy(module: str) -> type[Any]:
@@ -120,20 +146,21 @@ def make_strategy(module: str) -> type[Any]:
 
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
-            self._loaded_from = Path(checkpoint_path).resolve()  # ModelCheckpoint may have made a link to the newest
+            self._loaded_from = Path(checkpoint_path)
             return checkpoint
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
             super().load_optimizer_state_dict(checkpoint)
             if self.pipeline is None or MARK not in checkpoint or self._loaded_from is None:
                 return
-            pipeline_file(self._loaded_from, self).load(self.pipeline, checkpoint[MARK]["iteration"])
+            load_pipeline(self._loaded_from, self, self.pipeline, checkpoint[MARK])
 
         def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-            if self.pipeline is not None and "optimizer_states" in checkpoint:
-                checkpoint[MARK] = {"iteration": self.pipeline.iteration}
-                pipeline_file(filepath, self).save(self.pipeline)
-            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            if self.pipeline is None or "optimizer_states" not in checkpoint:
+                super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+                return
+            with pipeline_saved(filepath, self, self.pipeline) as checkpoint[MARK]:
+                super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
         def remove_checkpoint(self, filepath: Any) -> None:
             super().remove_checkpoint(filepath)
@@ -210,15 +237,16 @@ def make_fabric_strategy(module: str) -> type[Any]:
             raise UserInputError("an optimizer must be set up with its model with strategy pipesgd: fabric.setup")
 
         def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
-            if self.pipeline is not None and not self.pipeline.closed and _has_optimizer(state):
-                state = state | {MARK: {"iteration": self.pipeline.iteration}}
-                pipeline_file(path, self).save(self.pipeline)
-            super().save_checkpoint(path, state, *args, **options)
+            if self.pipeline is None or self.pipeline.closed or not _has_optimizer(state):
+                super().save_checkpoint(path, state, *args, **options)
+                return
+            with pipeline_saved(path, self, self.pipeline) as mark:
+                super().save_checkpoint(path, state | {MARK: mark}, *args, **options)
 
         def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **options: Any) -> dict[str, Any]:
             rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **options)
             if self.pipeline is not None and MARK in rest and _has_optimizer(state):
-                pipeline_file(Path(path).resolve(), self).load(self.pipeline, rest.pop(MARK)["iteration"])
+                load_pipeline(path, self, self.pipeline, rest.pop(MARK))
             return rest
 
     PipesgdFabricStrategy.__module__ = __name__

@@ -141,13 +141,7 @@ def save_atomically(state: Any, path: Path) -> None:
         if isinstance(failure.__context__, OSError):
             raise failure.__context__ from None
         raise
-    write_text_atomically(_checksum_of(path), f"{digest}  {path.name}\n")
-
-
-def remove_with_checksum(path: Path) -> None:
-    """Remove what ``save_atomically`` wrote, if it is there."""
-    path.unlink(missing_ok=True)
-    _checksum_of(path).unlink(missing_ok=True)
+    write_text_atomically(checksum_of(path), f"{digest}  {path.name}\n")
 
 
 def what_is_wrong_with(path: Path) -> str | None:
@@ -155,7 +149,7 @@ def what_is_wrong_with(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        meant = _checksum_of(path).read_bytes().split()[:1]
+        meant = checksum_of(path).read_bytes().split()[:1]
     except FileNotFoundError as missing:
         return f"not whole ({Path(missing.filename).name} is missing)"
     except OSError as failure:
@@ -163,5 +157,6 @@ def what_is_wrong_with(path: Path) -> str | None:
     return None if meant == [found.encode()] else "truncated or corrupt (its SHA-256 differs from the recorded one)"
 
 
-def _checksum_of(path: Path) -> Path:
+def checksum_of(path: Path) -> Path:
+    """Return the path of the checksum of what ``save_atomically`` writes to ``path``."""
     return path.with_name(path.name + ".sha256")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +171,8 @@ def removed() -> dict[str, Any]:
     fit({"callbacks": [checkpoints]})
     torch.distributed.barrier()
     name = Path(checkpoints.best_model_path).name
-    of_ranks = [f"{name}.pipesgd-rank-{rank}" for rank in range(2)]
+    save = torch.load(checkpoints.best_model_path, weights_only=False)["pipesgd"]["save"]
+    of_ranks = [f"{name}.pipesgd-rank-{rank}.{save}" for rank in range(2)]
     return {
         "files": sorted(path.name for path in (FOLDER / "checkpoints").iterdir()),
         "expected": sorted([name, *of_ranks, *(f"{one}.sha256" for one in of_ranks)]),
@@ -242,8 +245,15 @@ def make_fabric() -> Any:
     return fabric
 
 
+class Killed(BaseException):
+    """The job was killed."""
+
+
 def fabric_loop(optimizers: int = 1, stop: int | None = None, resume: bool = False) -> Regression:
-    """Train with accumulation and clipping, as a loop of Fabric does; save after iteration ``stop``, or resume."""
+    """Train with accumulation and clipping, as a loop of Fabric does; save after iteration ``stop``, or resume.
+
+    The same file is written before, and again after, when the job is killed before Fabric replaces the file.
+    """
     fabric = make_fabric()
     model = Regression()
     made = model.configure_optimizers()
@@ -266,9 +276,19 @@ def fabric_loop(optimizers: int = 1, stop: int | None = None, resume: bool = Fal
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            if index // 2 + 1 == stop:
-                fabric.save(FOLDER / "fabric.ckpt", state | {"iteration": stop})
-                stop = None
+            done = index // 2 + 1
+            if stop is None or done not in (stop - 1, stop, stop + 1):
+                continue
+            state["iteration"] = done
+            if done <= stop:
+                fabric.save(FOLDER / "fabric.ckpt", state)
+                continue
+            with (
+                mock.patch.object(type(fabric.strategy).__base__, "save_checkpoint", side_effect=Killed),
+                contextlib.suppress(Killed),
+            ):
+                fabric.save(FOLDER / "fabric.ckpt", state)
+            stop = None
         resume = False
         wrapped.eval()
         with torch.no_grad():
@@ -276,6 +296,21 @@ def fabric_loop(optimizers: int = 1, stop: int | None = None, resume: bool = Fal
         wrapped.train()
     fabric.strategy.pipeline.close()
     return model
+
+
+def resume_as_of_an_earlier_version() -> Regression:
+    """Resume from a save whose files have the names that they had before each save had one."""
+    rank, path = torch.distributed.get_rank(), FOLDER / "fabric.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    stem = f"{path}.pipesgd-rank-{rank}"
+    for suffix in ("", ".sha256"):
+        Path(f"{stem}.{checkpoint['pipesgd']['save']}{suffix}").rename(f"{stem}{suffix}")
+    torch.distributed.barrier()
+    if rank == 0:
+        del checkpoint["pipesgd"]["save"]
+        torch.save(checkpoint, path)
+    torch.distributed.barrier()
+    return fabric_loop(resume=True)
 
 
 def fabric() -> dict[str, Any]:
@@ -286,6 +321,8 @@ def fabric() -> dict[str, Any]:
         "validated": found.validated,
         "expected to be validated": expected.validated,
         "resumed": weights_sha256(fabric_loop(resume=True).net),
+        "files": len(list(FOLDER.glob(f"fabric.ckpt.pipesgd-rank-{torch.distributed.get_rank()}*"))),
+        "resumed from an earlier version's": weights_sha256(resume_as_of_an_earlier_version().net),
         "by name": type(fabric_package().Fabric(accelerator="cpu", devices=2, strategy="pipesgd").strategy).__name__,
     }
 

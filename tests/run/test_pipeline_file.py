@@ -36,7 +36,7 @@ def _saves_and_loads(ranks: Ranks, folder: Path) -> dict[str, str]:
             file.load(pipeline, 3)
         [gradient] = pipeline.state_dict()["in_flight"]
         found["in flight"] = str(gradient["iteration"])
-        loading("other ranks", lambda: PipelineFile(file.path, world_size=2).load(pipeline, 3))
+        loading("other ranks", lambda: PipelineFile(file.stem, world_size=2).load(pipeline, 3))
         loading("other save", lambda: file.load(pipeline, 2))
         file.path.write_bytes(file.path.read_bytes()[:-1])
         loading("damaged", lambda: file.load(pipeline, 3))
