@@ -249,11 +249,18 @@ def terminate_one(job: Job) -> None:
     os.kill(job.rank_pids()[1], signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("end", "name"), [(interrupt, "Ctrl-C"), (terminate, "SIGTERM"), (terminate_one, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("end", "name", "words"),
+    [
+        (interrupt, "Ctrl-C", f"{LONG} --loader-workers 1"),  # processes that get the signal, too
+        (terminate, "SIGTERM", LONG),
+        (terminate_one, "SIGTERM", LONG),
+    ],
+)
 def test_a_signal_writes_a_checkpoint_on_all_ranks_and_says_one_line(
-    job: Any, end: Callable[[Job], None], name: str
+    job: Any, end: Callable[[Job], None], name: str, words: str
 ) -> None:
-    running = job(LONG, ranks=2)
+    running = job(words, ranks=2)
     wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
     pids = list(running.rank_pids().values())
     end(running)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, TypeAlias
 from warnings import catch_warnings, filterwarnings
 
@@ -216,7 +219,25 @@ def _copied_ahead(items: Iterator[Loaded], device: torch.device) -> Generator[Lo
 def _begin(loader: DataLoader[Any]) -> Iterator[Loaded]:
     with in_one_line("loader-workers must be 0 where the data cannot be sent to other processes"), catch_warnings():
         filterwarnings("ignore", "Got pickle error")  # the error itself follows
-        return iter(loader)
+        if not loader.num_workers:
+            return iter(loader)
+        with _without_ctrl_c():
+            return iter(loader)
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Start processes that are never interrupted. This process is, a moment later.
+
+    A terminal sends Ctrl-C to the worker processes, too, while the rank needs more batches for its last iterations.
+    They inherit from this thread which signals are blocked, so that not even their start is interrupted.
+    """
+    resource_tracker.ensure_running()  # its start would let the signal through again
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 class _Samples(Dataset[Loaded]):

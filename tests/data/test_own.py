@@ -29,6 +29,8 @@ from pipesgd.ranks import alone
 from pipesgd.run.workload import load
 
 MODULE = """
+import os
+import signal
 import threading
 
 import torch
@@ -119,7 +121,19 @@ class Numbers(torch.utils.data.IterableDataset):
         return ((number, number) for number in range(15))
 
 
-class WithThreads(Numbers):
+class Interrupted(Numbers):
+    def __init__(self):
+        self.state = "none"
+
+    def __setstate__(self, state):
+        os.kill(os.getpid(), signal.SIGINT)  # a worker process that has just begun
+
+    def __iter__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().__iter__()
+
+
+class WithThreads(Interrupted):
     def __iter__(self):
         for _ in range(8):
             threading.Thread(target=share_memory, daemon=True).start()
@@ -457,7 +471,7 @@ def test_other_processes_load_an_iterable_in_the_same_order() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_left_to_collect")
-def test_other_processes_end_in_good_order_while_threads_of_theirs_share_memory(
+def test_other_processes_outlive_ctrl_c_and_end_in_good_order_while_threads_of_theirs_share_memory(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     data = InOrder(importlib.import_module("own").WithThreads(), "data")
