@@ -449,7 +449,7 @@ def _writes_elsewhere(ranks: Ranks, options: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("options", [{}, {"local_steps": 2}])
 def test_weights_that_were_written_outside_of_true_weights_are_noticed_at_the_end(options: dict[str, Any]) -> None:
-    """What is taken out again are predicted weights of this rank, which used to be trained on from then on."""
+    """Predicted weights of this rank are written over the true ones, and used to be trained on from then on."""
     assert set(run_ranks(2, _writes_elsewhere, options)) == {
         "weights must be written in pipeline.true_weights() alone, and alike on all ranks; got other weights on rank 1 "
         "than on rank 0"
