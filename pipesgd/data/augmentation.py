@@ -48,6 +48,12 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return int(np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0])
 
 
+def batch_seed(seed: int, epoch: int, first: int) -> int:
+    """Return a seed for the batch of one epoch whose first sample is ``first``, from 0 to 2^64 - 1."""
+    # 1 more, because SeedSequence takes a 0 at the end as if it were not there.
+    return int(np.random.SeedSequence((seed, epoch, first + 1)).generate_state(1, np.uint64)[0])
+
+
 def split_mix(seed: int, places: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return the random numbers at ``places``, from 0, of the sequence that SplitMix64 makes from ``seed``.
 

@@ -17,7 +17,7 @@ from warnings import catch_warnings, filterwarnings
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from pipesgd.data.augmentation import Augmentation, epoch_seed
+from pipesgd.data.augmentation import Augmentation, batch_seed, epoch_seed
 from pipesgd.data.samples import Batch, BatchedDataset, on_tensors
 from pipesgd.errors import DatasetError, UserInputError
 from pipesgd.functions import in_one_line
@@ -151,6 +151,8 @@ def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 def _load(samples: _Samples, batches: Iterable[Asked], loader_workers: int, device: torch.device = CPU) -> Batches:
     """Return ``samples[batch]`` for each of ``batches``."""
+    if loader_workers or device.type == "cuda":  # a batch is loaded while the rank draws numbers for an earlier one
+        samples.seed = torch.initial_seed()
     loader = DataLoader(
         samples,
         batch_size=None,
@@ -158,8 +160,8 @@ def _load(samples: _Samples, batches: Iterable[Asked], loader_workers: int, devi
         num_workers=loader_workers,
         collate_fn=_unchanged,
         pin_memory=device.type == "cuda",  # copies from memory that is not pinned would wait for the GPU
-        # Without its own generator the loader would draw from the global one.
-        generator=torch.Generator(),
+        # Without its own generator the loader would draw from the global one. It seeds Python and numpy in workers.
+        generator=torch.Generator().manual_seed(torch.initial_seed()),
         # A forked worker would hold copies of this rank's connections, so that its peers would not
         # notice its death; and it would be forked with the communication thread at work.
         multiprocessing_context="spawn" if loader_workers else None,
@@ -246,6 +248,10 @@ class _Samples(Dataset[Loaded]):
     Errors are returned: DataLoader would put a worker's traceback into the one line of those that it raises.
     """
 
+    seed: int | None = None
+    """Seed of this rank's torch; None if samples draw the numbers that come next there. With a seed, those of a batch
+    depend on the batch alone, not on which others were loaded before."""
+
     def __init__(self, dataset: BatchedDataset, augmentation: Augmentation | None = None) -> None:
         self._dataset = dataset
         self._augmentation = augmentation
@@ -255,12 +261,23 @@ class _Samples(Dataset[Loaded]):
         epoch, indices = asked
         batch: Batch | UserInputError
         try:
-            images, targets = batch = self._dataset[indices]
+            with self._random_numbers(epoch, indices):
+                images, targets = batch = self._dataset[indices]
             if self._augmentation is not None:
                 batch = self._augmentation(images, epoch, indices), targets
         except UserInputError as error:
             batch = error
         return Loaded(batch, None if worker is None else worker.id, start, time.perf_counter())
+
+    @contextmanager
+    def _random_numbers(self, epoch: int, indices: torch.Tensor) -> Iterator[None]:
+        """Let what is drawn from torch's generator depend on the batch alone, if there is a seed."""
+        if self.seed is None:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(batch_seed(self.seed, epoch, int(indices[0])))
+            yield
 
 
 def _unchanged(item: Any) -> Any:

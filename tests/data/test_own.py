@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from pipesgd.cli import parse
 from pipesgd.data import ShardedBatches, evaluation_batches, find_loss, make_workload
+from pipesgd.data.loading import _Samples
 from pipesgd.data.own import InOrder, MapStyle, own_splits
 from pipesgd.data.samples import micro_batches_of
 from pipesgd.errors import UserInputError
@@ -111,6 +112,14 @@ def unreadable():
             raise OSError(f"disk {index}")
 
     return Samples([1] * 5), Samples([1] * 5)
+
+
+class Noisy:
+    def __len__(self):
+        return 15
+
+    def __getitem__(self, index):
+        return torch.rand(2), index
 
 
 class Numbers(torch.utils.data.IterableDataset):
@@ -468,6 +477,27 @@ def test_other_processes_load_an_iterable_in_the_same_order() -> None:
         ShardedBatches(data, batch_size=2, rank=1, world_size=2, seed=0, loader_workers=2).from_iteration(1)
     ) as batches:
         assert labels_of(batches, 4) == [[6, 7], [10, 11], [2, 3], [6, 7]]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left_to_collect")
+def test_random_numbers_of_samples_in_other_processes_depend_on_the_ranks_seed_and_the_batch_alone() -> None:
+    data = MapStyle(importlib.import_module("own").Noisy(), "data")
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    made = ShardedBatches(data, batch_size=2, rank=1, world_size=2, seed=0, loader_workers=1)
+    with closing(made.from_iteration(1)) as batches:
+        drawn = [inputs for inputs, _ in islice(batches, 6)]  # into the third epoch
+    resumed, other = _Samples(data), _Samples(data)
+    resumed.seed, other.seed = 1, 2
+    for number, inputs in enumerate(drawn[2:]):
+        asked = next(made._batches(3 + number))
+        for samples, equal in ((resumed, True), (other, False)):
+            batch = samples[asked].batch
+            assert isinstance(batch, tuple)
+            assert torch.equal(batch[0], inputs) == equal
+    assert len({tuple(row) for inputs in drawn for row in inputs.tolist()}) == 12
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.usefixtures("nothing_is_left_to_collect")
