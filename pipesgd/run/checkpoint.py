@@ -8,6 +8,7 @@ which counts when checkpoints are loaded.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import uuid
 from collections.abc import Callable, Iterable
@@ -81,7 +82,7 @@ class Checkpoints:
             what_is_wrong: returns why a run cannot be restored from (shared, own); None if it can.
 
         Raises:
-            CheckpointError: ranks have checkpoints, but none in common.
+            CheckpointError: ranks have checkpoints, but none in common, or somebody has just taken that away.
         """
         trouble, published, unfinished = None, [], []
         try:
@@ -102,8 +103,21 @@ class Checkpoints:
         self.newest, found = newest[0], whole[newest]
         warning = "checkpoints could not be put in order ({}); training continues"
         self._everywhere("checkpoints in order", warning, lambda: self._make_newest(found))
-        self._loaded_from = found if found.exists() else self._folder.name_of(self.newest)
-        return read_checkpoint(self._loaded_from, self.newest, self._ranks)
+        return self._read(*newest)
+
+    def _read(self, iteration: int, save: str) -> Checkpoint:
+        """Return the checkpoint that ``save`` wrote, whichever name its folder has got or could not get."""
+        for number, folder in [*self._folder.published(), *self._folder.unfinished()]:
+            if number == iteration:
+                with contextlib.suppress(UnusableCheckpointError):
+                    checkpoint = read_checkpoint(folder, iteration, self._ranks)
+                    if checkpoint.save == save:
+                        self._loaded_from = folder
+                        return checkpoint
+        raise CheckpointError(
+            f"a checkpoint must stay where it is while it is loaded; that of iteration {iteration} is gone from "
+            f"{self._folder.path}"
+        )
 
     def _usable(
         self, folders: Iterable[tuple[int, Path]], what_is_wrong: Check, *, warns: bool = True

@@ -119,6 +119,37 @@ def test_a_save_that_was_named_on_some_machines_only_counts(tmp_path: Path) -> N
     assert [path.name for path in sorted(folder_of(tmp_path, 1).iterdir())] == ["iteration-20", "iteration-40"]
 
 
+def _load_and_fail_to_save(ranks: Ranks, tmp_path: Path) -> tuple[int, bool]:
+    """Continue from a checkpoint until its iteration is done again, but not written."""
+    checkpoints = Checkpoints(folder_of(tmp_path, 0), ranks, keep=3)
+    found = checkpoints.load_newest()
+    assert found is not None
+    return found.iteration, checkpoints.save(40, {"x": torch.tensor(40)}, {"rank": 0})
+
+
+def test_a_checkpoint_whose_second_renaming_fails_is_loaded_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two renamings that give it a name, the first one has moved it."""
+    run_rank_threads(1, save, tmp_path, 20, 40)
+    folder = folder_of(tmp_path, 0)
+    (folder / "iteration-40").rename(folder / f".iteration-40.{'0' * 32}")
+    rename = Path.rename
+
+    def fail_to_name(self: Path, target: Path) -> Path:
+        if target.name == "iteration-40":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "rename", fail_to_name)
+        assert run_rank_threads(1, _load_and_fail_to_save, tmp_path) == [(40, False)]
+    assert f"checkpoints could not be put in order (rank 0: {folder}: {os.strerror(errno.EIO)})" in (
+        capsys.readouterr().err
+    )
+    assert [found[0] for found in run_rank_threads(1, load, tmp_path)] == [40]
+
+
 def test_a_save_that_was_cut_short_is_not_taken_and_makes_room_for_the_next(tmp_path: Path) -> None:
     run_rank_threads(2, save, tmp_path, 20, 40)
     cut = folder_of(tmp_path, 1) / f".iteration-60.{'0' * 32}"
