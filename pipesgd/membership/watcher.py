@@ -156,8 +156,8 @@ class Watcher:
         else:
             news = present(store, ["news"])
             self._liveness.observe_news(News.decode(news.get("news", b"")), time.monotonic())
-        self._say_farewell(store)
         if not store.check([FAILURE]):
+            self._say_farewell(store)  # torchrun's SIGTERM after a failure begins none
             return None
         reports = present(store, [report_key(rank) for rank in range(self._world_size)])
         if report_key(self._rank) in reports:  # this rank has failed itself

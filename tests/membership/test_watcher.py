@@ -242,6 +242,17 @@ def test_a_rank_that_stays_silent_ends_the_farewell(watching: Any, monkeypatch: 
     assert "without a farewell checkpoint, since no heartbeat from rank 1 for" in str(error)
 
 
+def test_a_sigterm_after_a_failure_begins_no_farewell(watching: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """torchrun ends the other ranks by it while they explain why they fail."""
+    job = watching(2, 30.0)
+    job.ranks[0].report("rank 0: the connection is lost", 1)
+    told_to_stop(job, 0)
+    job.watch(0)
+    wait_until(lambda: job.store.check(["beat/0"]) and Beat.decode(job.store.get("beat/0")).count >= 3)
+    assert not job.store.check([watcher.STOPPING])
+    assert "all ranks write a checkpoint and stop" not in capsys.readouterr().err
+
+
 def test_a_place_in_the_store_that_is_none_is_as_if_it_were_not_there(watching: Any) -> None:
     job = watching(2, 30.0)
     told_to_stop(job, 0)
