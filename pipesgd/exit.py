@@ -34,6 +34,7 @@ from pipesgd.process import (
     claim_the_end,
     end_if_orphan,
     let_go,
+    restarts_left,
     say,
     write_error_file,
     write_to_stderr,
@@ -194,7 +195,9 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
         return EXIT_INTERRUPTED
     if isinstance(failure, StoppedBySignal):
         if rank == 0 or failure.without is not None:
-            say(str(failure))
+            left = restarts_left()
+            more = f". torchrun restarts all ranks unless it was stopped itself (restarts left: {left})"
+            say(f"{failure}{more if left else ''}")
         write_error_file(str(failure), "", cause=True)
         if ranks is not None:
             ranks.wait_until_all_have_spoken()

@@ -49,6 +49,12 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def restarts_left() -> int:
+    """Return how often torchrun still restarts all ranks if this one ends with another exit code than 0."""
+    most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return max(0, most - done)
+
+
 def _follow_parent() -> None:
     """End this process when its parent has died, whatever it is doing: there must be no orphans.
 

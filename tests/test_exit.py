@@ -10,7 +10,7 @@ import torch.distributed as dist
 from _ranks import run_module
 
 import pipesgd.exit
-from pipesgd.errors import PeerFailed, RunError
+from pipesgd.errors import PeerFailed, RunError, StoppedBySignal
 from pipesgd.membership.watcher import report_key
 from pipesgd.ranks import Ranks
 from pipesgd.train import report_failure
@@ -170,6 +170,20 @@ def _run(script: str, folder: Path, environment: dict[str, str] | None = None) -
     (folder / "script.py").write_text(textwrap.dedent(script), encoding="utf-8")
     done = run_module("script", folder=folder, environment={**os.environ, **(environment or {})})
     return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("restarts", "told"),
+    [("0", ""), ("1", ""), ("3", ". torchrun restarts all ranks unless it was stopped itself (restarts left: 2)")],
+)
+def test_a_signal_to_a_rank_alone_is_said_to_end_no_job_that_is_restarted(
+    restarts: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert pipesgd.exit._explain(StoppedBySignal("SIGTERM", iteration=5, newest=5), None) == 143
+    stopped = "stopped by SIGTERM after iteration 5; --resume continues from its checkpoint"
+    assert capsys.readouterr().err == f"{stopped}{told}\n"
 
 
 def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
