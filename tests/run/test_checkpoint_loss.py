@@ -130,7 +130,7 @@ def _load_and_fail_to_save(ranks: Ranks, tmp_path: Path) -> tuple[int, bool]:
 def test_a_checkpoint_whose_second_renaming_fails_is_loaded_and_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the two renamings that give it a name, the first one has moved it."""
+    """The first of the two renamings that give it a name has moved it."""
     run_rank_threads(1, save, tmp_path, 20, 40)
     folder = folder_of(tmp_path, 0)
     (folder / "iteration-40").rename(folder / f".iteration-40.{'0' * 32}")
