@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 CLOSE = LinkParams(alpha=1e-4, beta=2e-7, gamma=0.0, sync=0.0)
 """A link with which all widths are predicted to be about equally fast."""
-WORDS = "--hidden-sizes 20 --batch-size 16 --lr 0.05 --width auto --checkpoint-iterations 10 --keep-checkpoints 100"
+WORDS = "--hidden-sizes 20 --batch-size 16 --lr 0.05 --width auto --checkpoint-iterations 5 --keep-checkpoints 100"
 
 
 Prepare = Callable[[], None]
@@ -133,7 +133,7 @@ def widths(planned: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(tmp_path: Path) -> None:
-    words = f"{WORDS} --codec auto --iterations 170 --warmup-iterations 16"
+    words = f"{WORDS} --codec auto --iterations 170 --warmup-iterations 6"
     result, text = run(tmp_path, f"{words} --check-replicas 10", contradicted=False)
     planned = result["planned"]
     turns = widths(planned)
@@ -141,7 +141,7 @@ def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(
     assert len(candidates) == MOST_CANDIDATES
     assert {one["width"] for one in candidates} == {1, 2, 3}
     assert [(iteration, width) for iteration, width in turns[:MOST_CANDIDATES]] == [
-        (16 + number * TURN, one["width"]) for number, one in enumerate(candidates)
+        (6 + number * TURN, one["width"]) for number, one in enumerate(candidates)
     ]
     assert planned["audition"]["passes"] == 0
     assert planned["choices"] == planned["audition"]["turns"][-1][1]
@@ -149,7 +149,7 @@ def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(
     assert planned["support"] == "measured"
     assert [pace[3] >= TURN - 2 - 2 for pace in planned["audition"]["paces"]] == [True] * MOST_CANDIDATES
     assert result["replicas_identical"]
-    assert "train in turns of 12 iterations or more from iteration 16 on, and the fastest stays\n" in text
+    assert "train in turns of 12 iterations or more from iteration 6 on, and the fastest stays\n" in text
     assert text.count("audition, time of an iteration: ") == 1
     assert f"; --width {result['width']}" in text
     assert " in the audition: " in text
@@ -162,7 +162,7 @@ def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(
 
     # Before the first turn, in the middle of a turn, at its end (the checkpoint is of the pipeline before the change),
     # and after the decision. That iterations contradict the audition now changes nothing: the look was before.
-    for iteration in (10, 20, 40, 70, 110):
+    for iteration in (5, 20, 30, 60, 100):
         back_to(tmp_path, iteration)
         resumed, text = run(tmp_path, f"{words} --resume", contradicted=True)
         assert f"continuing after iteration {iteration} of 170" in text
@@ -277,7 +277,7 @@ def test_decisions_that_could_not_be_written_are_in_the_checkpoints(tmp_path: Pa
     assert result["codec"] != "fp32"
     described = json.loads((tmp_path / "run" / "run.json").read_text())
     assert len(described["planned"]["audition"]["turns"]) < len(result["planned"]["audition"]["turns"])
-    for iteration in (60, 100):
+    for iteration in (60, 105):
         back_to(tmp_path, iteration)
         (tmp_path / "run" / "run.json").write_text(json.dumps(described))
         resumed, _ = run(tmp_path, f"{words} --resume", prepare=choose_a_coarser_codec)
