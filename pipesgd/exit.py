@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from rich.console import Console
 
@@ -46,6 +46,9 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 SIGNAL_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
+SWALLOWED_SECONDS = 0.01
+"""Seconds after which a signal whose exception Python has swallowed is sent again."""
+
 SAME_SIGNAL_SECONDS = 2.0
 """Seconds in which another signal counts as the first: torchrun forwards to ranks what a terminal sent them already."""
 
@@ -79,12 +82,25 @@ class _Signals:
         self._noted = 0.0
         for number in self._RAISES:
             signal.signal(number, self._raise)
+        self._report = sys.unraisablehook
+        sys.unraisablehook = self._raise_again
 
     def _raise(self, number: int, frame: object) -> None:
         if self.ignored or self._is_noted(number):
             return
         self.first = self.first or self._RAISES[number]
         raise self.first
+
+    def _raise_again(self, unraisable: Any) -> None:
+        """Send the signal again if Python has swallowed its exception.
+
+        It does so wherever nobody could catch one: in a destructor, or a callback of a weak reference.
+        """
+        if self.ignored or unraisable.exc_type is not self.first:
+            self._report(unraisable)
+            return
+        number = next(number for number, kind in self._RAISES.items() if kind is self.first)
+        threading.Timer(SWALLOWED_SECONDS, os.kill, (os.getpid(), number)).start()
 
     def _is_noted(self, number: int) -> bool:
         """Return True if the training loop will end with a checkpoint. Takes no lock, since the loop may hold it."""

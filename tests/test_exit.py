@@ -51,6 +51,28 @@ def test_the_first_signal_says_how_a_rank_ends(
     assert _run(script, tmp_path) == end
 
 
+@pytest.mark.parametrize(("told", "end"), [("SIGINT", INTERRUPTED), ("SIGTERM", TERMINATED)])
+def test_a_signal_whose_exception_python_swallows_ends_a_rank_all_the_same(
+    told: str, end: tuple[int, str], tmp_path: Path
+) -> None:
+    script = f"""
+        import os, signal, time
+        from pipesgd.exit import run_and_exit
+
+        class Dropped:
+            def __del__(self):
+                os.kill(os.getpid(), signal.{told})
+
+        def command(words, ranks, console):
+            dropped = Dropped()
+            del dropped
+            time.sleep(60)
+
+        run_and_exit(command, [])
+    """
+    assert _run(script, tmp_path) == end
+
+
 def test_a_rank_whose_terminal_is_gone_says_its_error_and_ends(tmp_path: Path) -> None:
     script = """
         import io, sys, threading
