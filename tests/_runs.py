@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from _ranks import TIMEOUT, run_as_ranks, run_module, run_ranks
@@ -166,3 +167,9 @@ def run_scenario(program: Path, scenario: str, folder: Path) -> list[Any]:
     """Run a scenario of a program of tests/integrations; return what each rank found."""
     run_program(program, folder, scenario, str(folder), deadline=170)
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+
+
+def on_a_gpu(*scenarios: str) -> list[Any]:
+    """Return parameters of a test for these scenarios of such a program with a GPU that its two ranks share."""
+    without = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    return [pytest.param(f"{scenario} on a GPU", marks=without) for scenario in scenarios]

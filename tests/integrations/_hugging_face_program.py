@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -18,7 +19,13 @@ from pipesgd.replicas import weights_sha256
 
 warnings.filterwarnings("ignore")
 
-SCENARIO, FOLDER = sys.argv[1], Path(sys.argv[2])
+GPU = " on a GPU"
+"""End of the name of a scenario whose ranks share a GPU."""
+SCENARIO, FOLDER = sys.argv[1].removesuffix(GPU), Path(sys.argv[2])
+ON_GPU = sys.argv[1].endswith(GPU)
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+if ON_GPU:
+    os.environ["LOCAL_RANK"] = "0"  # each rank is the only one of its node, so that all have the first GPU
 LOCAL: dict[str, Any] = {"local_steps": 3} if SCENARIO.endswith(" local steps") else {}
 OPTIONS: dict[str, Any] = {"width": 2, "codec": "int4"} | LOCAL
 SILENT: dict[str, Any] = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False} if LOCAL else {}
@@ -34,6 +41,14 @@ def own_pipeline(model: nn.Module, optimizer: torch.optim.Optimizer, **options: 
 # ---- Accelerate
 
 
+def make_accelerator(**options: Any) -> Any:
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    if not ON_GPU:
+        return Accelerator(cpu=True, **options)
+    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)  # nccl refuses to share
+
+
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 1))
@@ -45,11 +60,9 @@ def batches() -> DataLoader[Any]:
 
 
 def accelerate() -> dict[str, Any]:
-    from accelerate import Accelerator
-
     import pipesgd.accelerate
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = make_accelerator()
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     refused = []
@@ -61,7 +74,7 @@ def accelerate() -> dict[str, Any]:
     found: dict[str, Any] = {"refused": refused, "found": accelerate_loop(stop=7)}
     found["resumed"] = accelerate_loop(resume=True)
 
-    model = make_model()
+    model = make_model().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     with own_pipeline(model, optimizer, clip_norm=0.3) as own:
         for number, (inputs, targets) in enumerate(accelerator.prepare(batches())):
@@ -73,11 +86,9 @@ def accelerate() -> dict[str, Any]:
 
 def accelerate_loop(*, stop: int | None = None, resume: bool = False) -> str:
     """Train with accumulation and clipping; save after batch ``stop``, or resume there. Return the weights' hash."""
-    from accelerate import Accelerator
-
     import pipesgd.accelerate
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = make_accelerator(gradient_accumulation_steps=2)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
@@ -149,7 +160,8 @@ def make_trainer(folder: Path, steps: int = 12, options: dict[str, Any] | None =
         model=GPT2LMHeadModel(config),
         args=TrainingArguments(
             str(folder),
-            use_cpu=True,
+            use_cpu=not ON_GPU,
+            ddp_backend="gloo" if ON_GPU else None,  # nccl refuses ranks that share a GPU
             max_steps=steps,
             per_device_train_batch_size=4,
             learning_rate=1e-3,
@@ -246,7 +258,7 @@ def equal() -> dict[str, Any]:
         model, loader = other.model, iter(other.get_train_dataloader())
         with own_pipeline(model, other.optimizer, clip_norm=clip_norm or None) as pipeline:
             for _ in range(12):
-                micro_batches, items = other.get_batch_samples(loader, 2, torch.device("cpu"))
+                micro_batches, items = other.get_batch_samples(loader, 2, DEVICE)
                 for batch in micro_batches:
                     other.training_step(model, batch, items)  # its loss counts the tokens of all micro-batches
                 pipeline.step()

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,13 @@ from pipesgd.replicas import weights_sha256
 
 warnings.filterwarnings("ignore")  # Lightning's hints about workers and loggers
 
-SCENARIO, FOLDER = sys.argv[1], Path(sys.argv[2])
+GPU = " on a GPU"
+"""End of the name of a scenario whose ranks share a GPU."""
+SCENARIO, FOLDER = sys.argv[1].removesuffix(GPU), Path(sys.argv[2])
+ON_GPU = sys.argv[1].endswith(GPU)
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+if ON_GPU:
+    os.environ["LOCAL_RANK"] = "0"  # each rank is the only one of its node, so that all have the first GPU
 pl = importlib.import_module(SCENARIO if SCENARIO == "lightning.pytorch" else "pytorch_lightning")
 pipesgd_lightning = importlib.import_module("pipesgd.lightning")  # after the package that it is to serve
 
@@ -30,11 +37,16 @@ LOCAL: dict[str, Any] = {}
 """Options of local steps, if the scenario is about them. Its checkpoints are then in the middle of a window."""
 if SCENARIO.endswith("local steps"):
     LOCAL["local_steps"] = 3 if SCENARIO.startswith("fabric") else 5
+RANKS: dict[str, Any] = (
+    {"accelerator": "gpu", "devices": 1, "num_nodes": 2} if ON_GPU else {"accelerator": "cpu", "devices": 2}
+)
+"""Options by which a Trainer or a Fabric finds the ranks."""
+GROUP: dict[str, Any] = {"process_group_backend": "gloo"} if ON_GPU else {}
+"""Options of a strategy: nccl refuses ranks that share a GPU."""
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
-    "accelerator": "cpu",
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,
 }
@@ -54,7 +66,7 @@ class Regression(pl.LightningModule):
             self.validated.append(weights_sha256(self.net))
         return self.net(inputs)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
         return (self.net(batch[0]) - batch[1]).square().mean()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
@@ -79,9 +91,13 @@ def loader() -> DataLoader[Any]:
     return DataLoader(data(), batch_size=BATCH, sampler=range(rank, SAMPLES, 2))
 
 
+def on_device(batch: list[Tensor]) -> list[Tensor]:
+    return [one.to(DEVICE) for one in batch]
+
+
 def fit(trainer_options: dict[str, Any], model: Regression | None = None, **fit_options: Any) -> Regression:
-    strategy = pipesgd_lightning.PipesgdStrategy(**OPTIONS, pipeline_options=LOCAL)
-    trainer = pl.Trainer(**QUIET | {"devices": 2, "max_epochs": EPOCHS, "strategy": strategy} | trainer_options)
+    strategy = pipesgd_lightning.PipesgdStrategy(**OPTIONS, pipeline_options=LOCAL, **GROUP)
+    trainer = pl.Trainer(**QUIET | RANKS | {"max_epochs": EPOCHS, "strategy": strategy} | trainer_options)
     model = model or Regression()
     trainer.fit(model, loader(), loader(), **fit_options)
     return model
@@ -94,7 +110,7 @@ def by_pipelined(
     **options: Any,
 ) -> Regression:
     """Train as ``fit`` does."""
-    model = Regression()
+    model = Regression().to(DEVICE)
     made = model.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     scale = scaler.scale if scaler is not None else lambda loss: loss
@@ -102,8 +118,8 @@ def by_pipelined(
     with kind(model, optimizer, scaler=scaler, **OPTIONS, **LOCAL, **options) as pipeline:
         for _ in range(EPOCHS):
             for index, batch in enumerate(loader()):
-                with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
-                    loss = model.training_step(batch, 0) / accumulate
+                with torch.autocast(DEVICE.type, autocast, enabled=autocast is not None, cache_enabled=False):
+                    loss = model.training_step(on_device(batch), 0) / accumulate
                 scale(loss).backward()  # type: ignore[no-untyped-call]
                 if (index + 1) % accumulate == 0:
                     pipeline.step()
@@ -114,11 +130,11 @@ def by_pipelined(
 
 
 def make_scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
 
 
 def equal(scenario: str) -> dict[str, Any]:
-    half = pl.plugins.precision.MixedPrecision("16-mixed", device="cpu", scaler=make_scaler())
+    half = pl.plugins.precision.MixedPrecision("16-mixed", device=DEVICE.type, scaler=make_scaler())
     trainer_options: dict[str, dict[str, Any]] = {
         "clip": {"gradient_clip_val": 0.3},
         "clip value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
@@ -239,8 +255,9 @@ def fabric_package() -> Any:
 
 
 def make_fabric() -> Any:
-    strategy = pipesgd_lightning.PipesgdFabricStrategy(**OPTIONS, pipeline_options=LOCAL or {"clip_norm": 0.3})
-    fabric = fabric_package().Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    options = LOCAL or {"clip_norm": 0.3}
+    strategy = pipesgd_lightning.PipesgdFabricStrategy(**OPTIONS, pipeline_options=options, **GROUP)
+    fabric = fabric_package().Fabric(**RANKS, strategy=strategy)
     fabric.launch()
     return fabric
 
@@ -269,7 +286,7 @@ def fabric_loop(optimizers: int = 1, stop: int | None = None, resume: bool = Fal
                 continue
             accumulating = index % 2 == 0
             with fabric.no_backward_sync(wrapped, enabled=accumulating):
-                fabric.backward(wrapped.training_step(batch, index) / 2)
+                fabric.backward(wrapped.training_step(on_device(batch), index) / 2)
             if accumulating:
                 continue
             fabric.clip_gradients(wrapped, optimizer, max_norm=0.3)
@@ -292,7 +309,7 @@ def fabric_loop(optimizers: int = 1, stop: int | None = None, resume: bool = Fal
         resume = False
         wrapped.eval()
         with torch.no_grad():
-            wrapped(torch.zeros(1, 6))
+            wrapped(torch.zeros(1, 6, device=DEVICE))
         wrapped.train()
     fabric.strategy.pipeline.close()
     return model
@@ -323,7 +340,7 @@ def fabric() -> dict[str, Any]:
         "resumed": weights_sha256(fabric_loop(resume=True).net),
         "files": len(list(FOLDER.glob(f"fabric.ckpt.pipesgd-rank-{torch.distributed.get_rank()}*"))),
         "resumed from an earlier version's": weights_sha256(resume_as_of_an_earlier_version().net),
-        "by name": type(fabric_package().Fabric(accelerator="cpu", devices=2, strategy="pipesgd").strategy).__name__,
+        "by name": type(fabric_package().Fabric(**RANKS, strategy="pipesgd").strategy).__name__,
     }
 
 
@@ -340,7 +357,7 @@ def boring() -> dict[str, Any]:
 
     model = BoringModel()
     options = QUIET | {"use_distributed_sampler": True, "default_root_dir": FOLDER}
-    trainer = pl.Trainer(**options, strategy="pipesgd", devices=2, max_epochs=1)
+    trainer = pl.Trainer(**options | RANKS, strategy="pipesgd", max_epochs=1)
     trainer.fit(model)
     trainer.test(model, verbose=False)
     return {"steps": trainer.global_step, "weights": weights_sha256(model)}

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from _runs import EXAMPLES, run_program, run_scenario
+from _runs import EXAMPLES, on_a_gpu, run_program, run_scenario
 
 run = functools.partial(run_scenario, Path(__file__).with_name("_lightning_program.py"))
 
@@ -22,6 +22,7 @@ run = functools.partial(run_scenario, Path(__file__).with_name("_lightning_progr
         "bf16-mixed",
         "16-mixed",
         "local steps",
+        *on_a_gpu("pytorch_lightning", "clip", "accumulate", "bf16-mixed", "16-mixed", "local steps"),
     ],
 )
 def test_a_trainer_does_what_pipelined_does_bit_for_bit_and_validates_true_weights(
@@ -35,14 +36,14 @@ def test_a_trainer_does_what_pipelined_does_bit_for_bit_and_validates_true_weigh
         assert found["validated"] == found["expected to be validated"]
 
 
-@pytest.mark.parametrize("scenario", ["resumed", "resumed local steps"])
+@pytest.mark.parametrize("scenario", ["resumed", "resumed local steps", *on_a_gpu("resumed", "resumed local steps")])
 def test_a_fit_that_is_resumed_from_a_checkpoint_continues_bit_for_bit(scenario: str, tmp_path: Path) -> None:
     for found in run(scenario, tmp_path):
         assert found["continued"] == found["whole"]
         assert [name for name in found["files"] if ".ckpt.pipesgd-rank-1." in name]
 
 
-@pytest.mark.parametrize("scenario", ["fabric", "fabric local steps"])
+@pytest.mark.parametrize("scenario", ["fabric", "fabric local steps", *on_a_gpu("fabric", "fabric local steps")])
 def test_a_loop_of_fabric_does_what_pipelined_does_bit_for_bit_and_resumes(scenario: str, tmp_path: Path) -> None:
     answers = run(scenario, tmp_path)
     for found in answers:
