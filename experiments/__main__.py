@@ -104,7 +104,7 @@ EXPERIMENTS = (
     Experiment(name="bench_loading", words="bench_loading", minutes=3, ranks=2),
     Experiment(name="bench_doors", words="bench_doors", minutes=4),
     Experiment(name="bench_accelerators", words="bench_accelerators", minutes=17),
-    Experiment(name="bench_gpu", words="bench_gpu", minutes=6),
+    Experiment(name="bench_gpu", words="bench_gpu", minutes=8),
     Experiment(name="bench_torchft", words="bench_torchft", minutes=7),
     Experiment(name="bench_islands", words="bench_islands", minutes=15),
     Experiment(name="islands_accuracy", words="islands_accuracy", minutes=20, ranks=4),

@@ -65,11 +65,11 @@ class Case(NamedTuple):
 
 
 CASES = {
+    "4x200mbit": Case((ALONE, DDP, DDP_FP16, "width 2, int8", "width 2, int4"), Effort(4, 4, untimed=2, steady=True)),
     "4x1gbit": Case((ALONE, DDP, DDP_FP16, *PIPELINES), Effort(6, 6, steady=True)),
     "4x10gbit": Case((ALONE, DDP, DDP_FP16, *PIPELINES), Effort(10, 10, steady=True)),
-    "4x200mbit": Case((ALONE, DDP, DDP_FP16, "width 2, int8", "width 2, int4"), Effort(4, 4, untimed=2, steady=True)),
 }
-"""Cells by name, each of about two minutes: a block of the slowest contender takes 12 s at 200 Mbit/s."""
+"""Cells by name, each of two to three minutes: a block of the slowest contender takes 12 s at 200 Mbit/s."""
 QUICK = Effort(block=2, rounds=1, steady=True)
 
 

@@ -169,7 +169,7 @@ def on_a_gpu() -> str:
         ratios.append(f"{seconds['DDP'] / ours:.1f}x as fast as DDP's at {rate} ({seconds['DDP, fp16'] / ours:.1f}x)")
     return (
         "Where the ranks compute on a GPU (ResNet-18, 128 samples a rank; four emulated nodes share an H100), an "
-        f"iteration with int4 is {' and '.join(ratios)}, in brackets next to DDP with its fp16 hook."
+        f"iteration with int4 is {', '.join(ratios[:-1])} and {ratios[-1]}, in brackets next to DDP with its fp16 hook."
     )
 
 
