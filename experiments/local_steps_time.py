@@ -8,9 +8,9 @@ must reach the accuracy of synchronous training after 1404 iterations, the mean 
 10 Mbit/s that would take hours for every seed, so the time to the accuracy is the product of two numbers:
 
 - the iterations to the accuracy, on simulated ranks, which train as real ones do, bit for bit (simulation.py). Every
-  way to train is tried at several lengths, each with a one-cycle learning rate of its own, and the length that reaches
-  the accuracy first counts: the median of seeds, if all of them reach it. Runs are evaluated every 64 iterations, and
-  the crossing is interpolated. DDP's iterations are those of width 1, which adds up the same gradients in another
+  way to train is tried at several lengths, each with a one-cycle learning rate of its own, from the shortest on until
+  all seeds reach the accuracy: the median of these seeds counts. Runs are evaluated every 64 iterations, and the
+  crossing is interpolated. DDP's iterations are those of width 1, which adds up the same gradients in another
   order; with its fp16 hook, those of width 1 with fp16;
 - the time of an iteration, on the testbed, in passes in which all ways to train take turns. Each rank has an emulated
   accelerator: a real model that takes at least 75 ms ("at_least"), or a wait of 75 ms ("synthetic").
@@ -25,16 +25,17 @@ count those of DDP, whose reports are the formula.
 
 Finished runs are kept in local_steps_time.runs.json, and finished settings of the testbed in
 local_steps_time.settings.json, in the output folder: the same command makes only those that are missing. The runs take
-about an hour and a half of two cores, and the settings another one.
+about an hour of two cores, and the settings an hour and a half.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,8 +77,8 @@ NAME = "local_steps_time"
 DDP, DDP_FP16, OURS, STREAMED = "DDP", "DDP, fp16", "pipesgd, int4", "pipesgd, int4, fragments"
 LOOKS = {DDP: "ddp", DDP_FP16: "ddp fp16", DILOCO: DILOCO, OURS: "width 2, int4", STREAMED: "width 3, int4"}
 """Names by which contenders get their colours and lines."""
-LENGTHS, QUICK_LENGTHS = (0.75, 1.0, 1.25, 1.5, 2.0), (1.0,)
-"""Lengths of runs that are tried, as multiples of the workload's iterations."""
+LENGTHS, QUICK_LENGTHS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0), (1.0,)
+"""Lengths of runs that are tried in this order, as multiples of the workload's iterations."""
 EVALUATE, QUICK_EVALUATE = 64, 4
 """Iterations between two evaluations; whole windows of all local steps."""
 BELOW_SYNCHRONOUS = 0.005
@@ -163,10 +164,10 @@ def plan(all_contenders: Sequence[Contender], seeds: int, *, quick: bool = False
 
 
 class Arrival(NamedTuple):
-    """The fastest way to the accuracy to reach."""
+    """The shortest runs of which all seeds have the accuracy to reach."""
 
     iterations: float
-    """Median over seeds."""
+    """Iterations to the accuracy, the median over seeds."""
     length: float
     """Length of these runs, one of ``LENGTHS``."""
 
@@ -180,15 +181,33 @@ def accuracy_to_reach(planned: Plan, runs: Mapping[str, Run]) -> float | None:
 
 
 def arrivals(planned: Plan, runs: Mapping[str, Run], accuracy: float) -> dict[Contender, Arrival]:
-    """Return the contenders of which all seeds reach the accuracy at some length, and their fastest ways there."""
-    found: dict[Contender, list[Arrival]] = {}
+    """Return the contenders of which all seeds reach the accuracy at some length, with the shortest such length."""
+    found: dict[Contender, Arrival] = {}
     for (one, length), of_seeds in planned.items():
         made = [runs.get(run.words) for run in of_seeds]
         crossings = [None if run is None else seconds_to(accuracy, run.points) for run in made]
         known = [crossing for crossing in crossings if crossing is not None]
-        if len(known) == len(crossings):
-            found.setdefault(one, []).append(Arrival(median(known), length))
-    return {one: min(of_lengths) for one, of_lengths in found.items()}
+        if one not in found and len(known) == len(crossings):
+            found[one] = Arrival(median(known), length)
+    return found
+
+
+def runs_until_there(planned: Plan, make: Callable[[list[Planned]], dict[str, Run]]) -> dict[str, Run]:
+    """Return the runs with which every contender arrives, or else all of its runs.
+
+    Args:
+        planned: all runs that may be needed.
+        make: function that returns those of some planned runs that are there, once it has made what it can.
+    """
+    runs = make(next(of_seeds for (_, length), of_seeds in planned.items() if length == 1.0))  # DDP's
+    accuracy = accuracy_to_reach(planned, runs)
+    if accuracy is None:
+        return runs
+    for at in dict.fromkeys(length for _, length in planned):
+        there = {one for one, arrival in arrivals(planned, runs, accuracy).items() if arrival.length < at}
+        wanted = [of_seeds for (one, length), of_seeds in planned.items() if length == at and one not in there]
+        runs |= make(list(itertools.chain.from_iterable(wanted)))
+    return runs
 
 
 # ---- Time of an iteration, on the testbed
@@ -486,8 +505,14 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     cells, steps = (QUICK_CELLS, STEPS[:1]) if arguments.quick else (CELLS, STEPS)
     all_contenders = contenders(steps)
     planned = plan(all_contenders, simulated_runs.seeds_of(arguments), quick=arguments.quick)
-    flat = [run for of_seeds in planned.values() for run in of_seeds]
-    runs = simulated_runs.finished_runs(flat, arguments, NAME, console)
+    of_runs = copy.copy(arguments)
+
+    def make(wanted: list[Planned]) -> dict[str, Run]:
+        found = simulated_runs.finished_runs(wanted, of_runs, NAME, console)
+        of_runs.fresh = False  # what comes next is added to these
+        return found
+
+    runs = runs_until_there(planned, make)
     settings = finished_settings(cells, all_contenders, arguments, console)
     accuracy = accuracy_to_reach(planned, runs)
     if accuracy is None or not settings:

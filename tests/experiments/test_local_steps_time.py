@@ -18,7 +18,7 @@ from rich.console import Console
 
 from experiments import validation_runs
 from experiments.kept_runs import KeptRuns
-from experiments.local_steps_accuracy import DILOCO, STEPS
+from experiments.local_steps_accuracy import DILOCO, STEPS, Planned
 from experiments.local_steps_time import (
     BELOW_SYNCHRONOUS,
     CELLS,
@@ -44,6 +44,7 @@ from experiments.local_steps_time import (
     parse,
     plan,
     plot,
+    runs_until_there,
     tabulate,
 )
 from experiments.results import RESULTS, Row, load
@@ -80,12 +81,12 @@ def ran(crossing: float | None, accuracy: float = 0.885) -> Run:
 
 
 def runs(planned: dict[tuple[Contender, float], list[Any]], best: float = 1.0) -> dict[str, Run]:
-    """Return runs of two seeds, of which those of length ``best`` are there first."""
+    """Return runs of two seeds, of which none that is shorter than ``best`` gets there, and longer ones do later."""
     found = {}
     for (one, length), of_seeds in planned.items():
         for run, crossing in zip(of_seeds, CROSSINGS[one.name][one.way.local_steps], strict=True):
             later = 0 if length == best else 100
-            found[run.words] = ran(None if crossing is None else crossing + later)
+            found[run.words] = ran(None if crossing is None or length < best else crossing + later)
     return found
 
 
@@ -192,7 +193,7 @@ def test_the_accuracy_to_reach_is_that_of_all_seeds_of_synchronous_training() ->
     assert accuracy_to_reach(planned, found) is None
 
 
-def test_the_length_counts_that_is_there_first_if_all_seeds_get_there() -> None:
+def test_the_shortest_length_counts_of_which_all_seeds_get_there() -> None:
     planned = plan(ALL, 2)
     for best in LENGTHS:
         found = arrivals(planned, runs(planned, best), ACCURACY)
@@ -208,6 +209,30 @@ def test_the_length_counts_that_is_there_first_if_all_seeds_get_there() -> None:
     for length in LENGTHS:
         del some[planned[ALL[0], length][1].words]
     assert ALL[0] not in arrivals(planned, some, ACCURACY), "a seed is missing"
+
+
+def test_no_longer_runs_are_made_of_a_contender_that_is_there() -> None:
+    planned = plan(ALL, 2)
+    known = runs(planned)
+    calls: list[list[str]] = []
+
+    def make(wanted: list[Planned]) -> dict[str, Run]:
+        calls.append([run.words for run in wanted])
+        return {words: known[words] for words in calls[-1]}
+
+    found = runs_until_there(planned, make)
+    lengths = {run.words: (one.name, one.way.local_steps, at) for (one, at), ones in planned.items() for run in ones}
+    first, *rest = [{lengths[words] for words in call} for call in calls]
+    assert first == {(DDP, 1, 1.0)}
+    every = {(one.name, one.way.local_steps) for one in ALL}
+    never = {(DILOCO, 4), (DILOCO, 8), (STREAMED, 4)}
+    assert [{one[:2] for one in call} for call in rest] == [every if length <= 1.0 else never for length in LENGTHS]
+    assert [{one[2] for one in call} for call in rest] == [{length} for length in LENGTHS]
+    assert arrivals(planned, found, ACCURACY) == arrivals(planned, known, ACCURACY)
+
+
+def test_without_synchronous_training_nothing_else_is_looked_for() -> None:
+    assert runs_until_there(plan(ALL, 2), lambda wanted: {}) == {}
 
 
 def test_the_time_to_the_accuracy_is_iterations_times_the_median_of_passes() -> None:
