@@ -229,7 +229,9 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         value = row[judged.mean]
         line = lines.setdefault(label_of(row["method"], row["width"], row["codec"]), {})
         line[row["local_steps"]] = None if value is None else judged.factor * value
-    looks = style.method_styles([name for name in lines if name != SYNCHRONOUS])
+    # Fragments have the colour of width 3, which is not here.
+    like = {name: name.replace("width 2, streaming", "width 3") for name in lines if name != SYNCHRONOUS}
+    looks = style.method_styles(list(like.values()))
     diverging = []
     for name, line in lines.items():
         there = {steps: value for steps, value in sorted(line.items()) if value is not None}
@@ -237,10 +239,11 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
             for value in there.values():
                 axes.axhline(value, color=style.BLACK, linewidth=1, label=name)
             continue
-        axes.plot(list(there), list(there.values()), label=name, **looks[name])
+        axes.plot(list(there), list(there.values()), label=name, **looks[like[name]])
         if gone := sorted(line.keys() - there.keys()):
             diverging.append(f"{name} diverges at H = {', '.join(map(str, gone))}")
-    axes.text(0.02, 0.02, "\n".join(diverging), transform=axes.transAxes, fontsize="small")
+    over_lines = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    axes.text(0.02, 0.02, "\n".join(diverging), transform=axes.transAxes, fontsize="small", bbox=over_lines)
     values = [value for line in lines.values() for value in line.values() if value is not None]
     if values:
         axes.set_ylim(*judged.shown(values))

@@ -16,7 +16,7 @@ from experiments import fig03_convergence, figures, first_screen
 from experiments.markdown import table
 from experiments.quoted_loops import LOOPS
 from experiments.quoted_reliability import RELIABILITY
-from experiments.quoted_staleness import accuracies, late_layers, short_accuracies
+from experiments.quoted_staleness import accuracies, late_layers, local_steps, short_accuracies
 from experiments.results import RESULTS, Row, command_of, load
 from experiments.style import TITLES
 from experiments.systems.headlines import ours_in_words
@@ -369,6 +369,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         accuracies,
         short_accuracies,
         late_layers,
+        local_steps,
         times_to_accuracy,
         seeds_that_arrived,
         training_times,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import Run, simulate
 from experiments.staleness_runs import WORKLOADS
 from pipesgd.cli import parse as parse_training
+from timing_model.alternatives import FRAGMENTS_COSTS, LEAST_WINDOWS, WHOLE_COSTS
 
 pytestmark = pytest.mark.slow
 
@@ -224,3 +226,14 @@ def test_runs_are_made_kept_and_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(late) == 2
     assert set(late) <= {"met", "MISSED"}
     assert (tmp_path / "local_steps_accuracy.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("method", "costs"), [(LOCAL_STEPS, WHOLE_COSTS), (STREAMING, FRAGMENTS_COSTS)])
+def test_the_planners_prices_are_the_largest_that_were_measured(method: str, costs: dict[int, float]) -> None:
+    lost: dict[int, float] = {}
+    for row in load(RESULTS / "local_steps_accuracy_summary.csv"):
+        workload, steps = WORKLOADS[row["workload"]], row["local_steps"]
+        too_brief = workload.iterations < steps * LEAST_WINDOWS
+        if (row["method"], row["width"]) == (method, 2) and not workload.judged_by_loss and not too_brief:
+            lost[steps] = max(lost.get(steps, -math.inf), -row["accuracy_to_sync_points"])
+    assert costs == {steps: math.ceil(10 * points) / 10 for steps, points in lost.items()}
