@@ -12,7 +12,7 @@ from timing_model.all_reduce import messages_meet, unconnected
 from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
-from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
+from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration, configuration
 from timing_model.mesh import Mesh
 from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise, Parts
@@ -370,13 +370,8 @@ class Job:
             return None
         if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE or self.parts:
             return None
-        own = (self.world_size, self.width, self.codec, self.all_reduce, self.segment_bytes)
-        found = [
-            one
-            for one in self.compute.measured
-            if (one.world_size, one.width, one.codec, one.all_reduce, one.segment_bytes) == own
-        ]
-        return found[0] if found else None
+        own = configuration(self)
+        return next((one for one in self.compute.measured if configuration(one) == own), None)
 
     @property
     def sending_share(self) -> float:

@@ -21,8 +21,6 @@ from timing_model.units import format_seconds, parse_bandwidth, parse_bytes, par
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
-NOISE = {"cv", "persistence", "comm_cv", "slow_ranks"}
-"""Fields of a computation without which measured times of its iterations do not hold."""
 NOTHING = Calibrated.nothing()
 
 
@@ -366,8 +364,8 @@ def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
     present = {name: value for name, value in changes.items() if value is not None}
     if "slow_ranks" in present and len(given.slow_ranks) > given.world_size:
         raise ValueError(f"slow_ranks must be at most {given.world_size}; got {len(given.slow_ranks)}")
-    if NOISE & present.keys():
-        present["measured"] = ()  # with other noise
+    if present.keys() - {"samples"}:
+        present["measured"] = ()  # with other noise, or another time of loading
     changed = dataclasses.replace(compute, **present)
     if given.persistence and changed.cv == 0:
         raise ValueError(f"persistence must come with a cv above 0; got {given.persistence:g} without one")

@@ -13,6 +13,8 @@ from _plans import prediction
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from pipesgd.cli import parse
+from pipesgd.config import TrainConfig
 from pipesgd.planning.audition import (
     AGAIN_AFTER,
     LEAST_PASSES,
@@ -287,10 +289,17 @@ def test_an_audition_that_began_before_there_were_buckets_and_fragments_is_conti
     assert continued.as_json() == planned.as_json()
     assert continued.audition is not None
     over = continued.audition.decided(seconds(first, {1: 0.3, 2: 0.12}), again=False)
-    assert [one.width for one in measured_iterations(over.candidates, over.paces, 2)] == [1, 2]
+    assert [one.width for one in measured_iterations(over.candidates, over.paces, TrainConfig(), 2)] == [1, 2]
 
 
 def test_only_what_was_measured_without_buckets_is_remembered() -> None:
     pace = Pace(1.0, 0.1, 1.0, 9)
     candidates = [ONE | {"buckets": buckets} for buckets in ("1", "01", "2", "1MiB")]
-    assert len(measured_iterations(candidates, [pace] * 4, 2)) == 2
+    assert len(measured_iterations(candidates, [pace] * 4, TrainConfig(), 2)) == 2
+
+
+@pytest.mark.parametrize(("words", "workers"), [("", 0), ("--dataset images --data-dir . --model resnet18", 2), ("--loader-workers 3", 3)])
+def test_a_measured_time_is_remembered_with_the_workers_that_loaded(words: str, workers: int) -> None:
+    config = parse(words.split())
+    [measured] = measured_iterations([ONE], [Pace(1.0, 0.1, 1.0, 9)], config, 2)
+    assert measured.loader_workers == workers

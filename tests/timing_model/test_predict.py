@@ -75,6 +75,7 @@ def test_corrections_do_not_count_at_a_rate_limit_nor_do_times_that_were_measure
         segment_bytes=1 << 20,
         iteration=about(9.0),
         iterations=7,
+        loader_workers=0,
     )
     corrected = dataclasses.replace(PROFILE, link=dataclasses.replace(LINK, corrections=CORRECTIONS))
     work = dataclasses.replace(MLP, measured=(measured,))
