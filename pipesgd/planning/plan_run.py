@@ -149,9 +149,16 @@ def save_cluster(profile: Profile, path: Path) -> None:
 
 
 def remember(path: Path, config: TrainConfig, audition: Audition, world_size: int) -> None:
-    """Add what an audition that is over has measured to the cluster in ``path``, for the next plan; warn if not."""
+    """Add what an audition that is over has measured to the cluster in ``path``, for the next plan; warn if not.
+
+    A run adds nothing if it has options that a profile does not record.
+    """
+    from pipesgd.planning.choose import unmeasured
     from timing_model.cluster_profile import Profile
 
+    # The cluster is faster than a run with a limit, and a profile knows exchanges of whole gradients alone.
+    if config.pipeline.rate_limit is not None or config.pipeline.reduce != "matrix" or unmeasured(config):
+        return
     measured = measured_iterations(audition.candidates, audition.paces, config, world_size)
     try:
         profile = Profile.load(path)
