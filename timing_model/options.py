@@ -214,6 +214,8 @@ def base_of(given: Namespace, **configuration: Any) -> Job:
         if (getattr(given, name) or 1.0) < 1 / MOST:
             raise ValueError(f"{name} must be at least {1 / MOST:g} bytes a second; got {getattr(given, name):g}")
     cluster = _with_inner(given, _cluster(given))
+    if given.compute is not None:  # typed in, so not measured, whatever its model is called
+        cluster = dataclasses.replace(cluster, compute=())
     if given.world_size > 1 and cluster.named_ranks > given.world_size:  # one rank alone needs no links
         raise ValueError(f"link must name ranks from 0 to {given.world_size - 1}; got {cluster.named_ranks - 1}")
     return Job(

@@ -67,6 +67,17 @@ def test_predict_of_a_measured_cluster(capsys: pytest.CaptureFixture[str], clust
     assert "OUTSIDE" in said(capsys, f"predict --cluster {cluster} --model mlp --world-size 64 --extrapolate")
 
 
+@pytest.mark.parametrize("options", ["", "--batch-size 512", "--batch-size 7"])
+def test_a_computation_that_is_typed_in_was_not_measured_whatever_its_model_is_called(
+    capsys: pytest.CaptureFixture[str], cluster: Path, options: str
+) -> None:
+    job = f"predict --cluster {cluster} --world-size 3 --model mlp --json"
+    assert json.loads(said(capsys, job))["support"] == "interpolated"
+    answer = json.loads(said(capsys, f"{job} --compute 3s {options}"))
+    reasons = ["the computation is as given; it was not measured"]
+    assert (answer["support"], answer["reasons"]) == ("extrapolated", reasons)
+
+
 def test_what_a_job_costs(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"{HAND} --batch-size 64 --samples 50000 --epochs 10 --price 1.20/h --accumulation 2"
     out = said(capsys, f"predict {words} --width 1")
