@@ -238,9 +238,13 @@ class Job:
             )
         p = self.simulated_ranks
         if self.meets and p > LARGEST_SIMULATED:
+            each = self.world_size // p  # ranks of an island, each with an all-reduce of its own
+            powers = f"{each} times a power of 2, or " if each > 1 else "a power of 2, or "
+            if self.cluster.placed or messages_meet(self.all_reduce, 2):
+                powers = ""
             raise ValueError(
-                f"world_size must be {'' if self.cluster.placed else 'a power of 2, or '}at most {LARGEST_SIMULATED}, "
-                f"with {self.all_reduce}, whose messages are simulated; got {p}"
+                f"world_size must be {powers}at most {each * LARGEST_SIMULATED}, with {self.all_reduce}, whose "
+                f"messages are simulated; got {self.world_size}"
             )
         if self.all_reduce == "native" and self.segment_bytes != SEGMENT_BYTES:
             raise ValueError(f"segment_bytes must be left out with native, which has its own; got {self.segment_bytes}")
