@@ -137,11 +137,9 @@ class Job:
         check_at_least("loader_workers", self.loader_workers, 0)
         if self.world_size > LARGEST_WORLD:
             raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
-        slowest = max(getattr(self.compute, name).high for name in WITH_BATCH)
-        most = int(min(MOST_MICRO_BATCHES, MOST / max(slowest, 1.0)))
         for name in ("local_steps", "accumulation"):
-            if getattr(self, name) > most:
-                raise ValueError(f"{name} must be at most {most}; got {getattr(self, name)}")
+            if getattr(self, name) > self.most_micro_batches:
+                raise ValueError(f"{name} must be at most {self.most_micro_batches}; got {getattr(self, name)}")
         if self.local_steps > 1 and self.accumulation > 1:
             raise ValueError(f"accumulation must be 1 with local_steps; got {self.accumulation}")
         for name in ("iterations", "epochs"):
@@ -329,6 +327,12 @@ class Job:
         if self.local_steps > 1:
             raise ValueError(f"buckets must be 1 with local_steps, whose movement is complete late; got {self.buckets}")
         cut([self.compute.tensors[number] for number in self.whole])
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Most micro-batches of an iteration, whose time could otherwise be too large a number."""
+        slowest = max(getattr(self.compute, name).high for name in WITH_BATCH)
+        return int(min(MOST_MICRO_BATCHES, MOST / max(slowest, 1.0)))
 
     @property
     def whole(self) -> list[int]:
