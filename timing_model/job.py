@@ -17,7 +17,7 @@ from timing_model.mesh import Mesh
 from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise, Parts
 from timing_model.presets import CODECS, HOST
-from timing_model.schedules import SEGMENT_BYTES, paced_segment_bytes
+from timing_model.schedules import LEAST_RATE, SEGMENT_BYTES, paced_segment_bytes
 from timing_model.units import format_bandwidth, format_bytes
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
@@ -267,6 +267,8 @@ class Job:
         if self.rate_limit is None:
             return
         check_above_0("rate_limit", self.rate_limit)
+        if self.rate_limit < LEAST_RATE:
+            raise ValueError(f"rate_limit must be at least 1mbit; got {format_bandwidth(self.rate_limit)}")
         why = "whose messages are not paced" if self.strategy != "pipelined" or self.all_reduce == "native" else None
         if self.all_reduce == "hierarchical":
             why = "whose ranks may share a NIC, which the model cannot tell"

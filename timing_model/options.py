@@ -210,7 +210,7 @@ def base_of(given: Namespace, **configuration: Any) -> Job:
     for name in ("latency", "inner_latency", "compute", "update", "loading"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
-    for name in ("bandwidth", "inner_bandwidth", "rate_limit"):
+    for name in ("bandwidth", "inner_bandwidth"):
         if (getattr(given, name) or 1.0) < 1 / MOST:
             raise ValueError(f"{name} must be at least {1 / MOST:g} bytes a second; got {getattr(given, name):g}")
     cluster = _with_inner(given, _cluster(given))

@@ -301,6 +301,8 @@ BAD = {
     f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
     f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
     f"predict {HAND} --rate-limit 50": "rate-limit must have a unit such as 10Gbit/s; got '50'",
+    f"predict {HAND} --rate-limit 0.5mbit": "rate-limit must be at least 1mbit; got 500 kbit/s",
+    f"predict {HAND} --rate-limit 1e-15mbit": "rate-limit must be at least 1mbit; got 0.00 bit/s",
     f"predict {HAND} --rate-limit 50mbit --strategy ddp": "rate-limit must be left out with native, whose messages",
     f"predict {HAND} --epochs 3": "epochs must be left out where the samples or the batch size are not",
     f"predict {HAND} --model resnet50": "parameters must be left out with --model resnet50; got 6.11e+07",
