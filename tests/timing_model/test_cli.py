@@ -67,6 +67,15 @@ def test_predict_of_a_measured_cluster(capsys: pytest.CaptureFixture[str], clust
     assert "OUTSIDE" in said(capsys, f"predict --cluster {cluster} --model mlp --world-size 64 --extrapolate")
 
 
+@pytest.mark.parametrize(("seconds", "shown"), [("200s", "0.02"), ("3s", "1.33"), ("1ms", "4,000")])
+def test_samples_a_second_that_are_few_are_not_none(
+    capsys: pytest.CaptureFixture[str], seconds: str, shown: str
+) -> None:
+    link = "--latency 0s --bandwidth 100Gbit/s --world-size 4"
+    out = said(capsys, f"predict {link} --compute {seconds} --parameters 1 --batch-size 1")
+    assert re.search(f"^samples a second +{shown}$", out, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("options", ["", "--batch-size 512", "--batch-size 7"])
 def test_a_computation_that_is_typed_in_was_not_measured_whatever_its_model_is_called(
     capsys: pytest.CaptureFixture[str], cluster: Path, options: str
