@@ -11,7 +11,7 @@ from timing_model.costs import HIDDEN, workers_that_hide
 from timing_model.iteration import IterationTime
 from timing_model.job import Job
 from timing_model.plan import Plan
-from timing_model.units import format_bytes, format_seconds
+from timing_model.units import format_bytes, format_bytes_up, format_seconds
 
 NOTHING = 0.0005
 """Share that people would read as 0.0 %."""
@@ -184,7 +184,7 @@ def _islands(plan: Plan) -> list[str]:
         times = ratio(meshes[1], best)
         sentences.append(f"Islands are {times:.2f} times as fast as the best without any ({describe(meshes[1].job)}).")
     if plan.too_large:
-        said = ", ".join(f"{_of(members)} ({format_bytes(nbytes)})" for members, nbytes in plan.too_large.items())
+        said = ", ".join(f"{_of(members)} ({format_bytes_up(nbytes)})" for members, nbytes in plan.too_large.items())
         sentences.append(f"A rank has not enough memory for {said}, activations left out.")
     return sentences
 

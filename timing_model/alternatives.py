@@ -25,7 +25,7 @@ from timing_model.plan import Plan, plan
 from timing_model.units import format_cost, format_seconds
 
 MOST_ACCUMULATION = 64
-"""Largest factor on the micro-batches of the job that is considered."""
+"""Largest factor on the micro-batches of the job that is considered, if the job may have as many."""
 WORTH = 0.25
 """Gain in samples per second from which accumulation, a coarser codec or local steps are mentioned."""
 LEAST_SAVED = 0.1
@@ -75,14 +75,19 @@ def alternatives(found: Plan, space: Space, *, extrapolate: bool = False) -> lis
     return [one for one in sentences if one is not None]
 
 
+def most_accumulation(job: Job) -> int:
+    """Return the largest factor on the micro-batches of ``job`` that is considered: with more, a job may be refused."""
+    return min(MOST_ACCUMULATION, job.most_micro_batches // job.accumulation)
+
+
 def hiding(choice: Choice, width: int) -> int | None:
     """Return the smallest factor on the micro-batches with which a pipeline of this width hides the communication of
-    ``choice`` behind the computation; None if it is above ``MOST_ACCUMULATION``."""
+    ``choice`` behind the computation; None if it is above ``most_accumulation``."""
     job = dataclasses.replace(choice.job, width=width)
     times = times_of(job, costs_of(job))
     if choice.job.loader_workers == 0:
         times = times.loading_itself()
-    for factor in range(1, MOST_ACCUMULATION + 1):
+    for factor in range(1, most_accumulation(job) + 1):
         more = dataclasses.replace(times, forward=factor * times.forward, backward=factor * times.backward)
         if more.hides(choice.collective.total):
             return factor
@@ -233,9 +238,10 @@ def _accumulation(found: Plan, space: Space) -> str | None:
     times = f"Communication takes {ratio:,.0f} times" if ratio >= MANY else f"Communication takes {ratio:.1f} times"
     factor = hiding(choice, width)
     if factor is None:
+        most = most_accumulation(choice.job) * choice.job.accumulation
         return (
-            f"{times} as long as computation, which --accumulation {MOST_ACCUMULATION} would not hide: this network is "
-            "too slow for this model with this batch."
+            f"{times} as long as computation, which --accumulation {most} would not hide: this network is too slow for "
+            "this model with this batch."
         )
     job = dataclasses.replace(choice.job, width=width, accumulation=factor * choice.job.accumulation)
     if not fits(job):

@@ -23,6 +23,7 @@ from timing_model.measured import (
     Estimate,
     LinkProfile,
     MeasuredIteration,
+    configuration,
 )
 from timing_model.params import FLOAT_BYTES, PlacedLink
 from timing_model.presets import ethernet
@@ -100,7 +101,7 @@ class Profile:
         def added(one: ComputeProfile) -> ComputeProfile:
             if (one.model, one.batch_size) != (model, batch_size):
                 return one
-            kept = {_configuration(other): other for other in (*one.measured, *measured)}
+            kept = {configuration(other): other for other in (*one.measured, *measured)}
             return dataclasses.replace(one, measured=tuple(kept.values()))
 
         return dataclasses.replace(self, compute=tuple(map(added, self.compute)))
@@ -204,16 +205,6 @@ def _placed(table: Table) -> PlacedLink:
     node = table.count("node", least=2) if "node" in table else 0
     table.done()
     return PlacedLink(link=link, senders=senders, receivers=receivers, node=node)
-
-
-def _configuration(measured: MeasuredIteration) -> tuple[object, ...]:
-    return (
-        measured.world_size,
-        measured.width,
-        measured.codec,
-        measured.all_reduce,
-        measured.segment_bytes,
-    )
 
 
 def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
@@ -325,6 +316,7 @@ def _measured(table: Table) -> MeasuredIteration:
         segment_bytes=table.count("segment_bytes"),
         iteration=_estimate(table, "iteration"),
         iterations=table.count("iterations"),
+        loader_workers=table.count("loader_workers", least=0) if "loader_workers" in table else None,
     )
     table.done()
     return measured

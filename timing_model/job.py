@@ -12,12 +12,12 @@ from timing_model.all_reduce import messages_meet, unconnected
 from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
-from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
+from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration, configuration
 from timing_model.mesh import Mesh
 from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise, Parts
 from timing_model.presets import CODECS, HOST
-from timing_model.schedules import SEGMENT_BYTES, paced_segment_bytes
+from timing_model.schedules import LEAST_RATE, SEGMENT_BYTES, paced_segment_bytes
 from timing_model.units import format_bandwidth, format_bytes
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
@@ -137,11 +137,9 @@ class Job:
         check_at_least("loader_workers", self.loader_workers, 0)
         if self.world_size > LARGEST_WORLD:
             raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
-        slowest = max(getattr(self.compute, name).high for name in WITH_BATCH)
-        most = int(min(MOST_MICRO_BATCHES, MOST / max(slowest, 1.0)))
         for name in ("local_steps", "accumulation"):
-            if getattr(self, name) > most:
-                raise ValueError(f"{name} must be at most {most}; got {getattr(self, name)}")
+            if getattr(self, name) > self.most_micro_batches:
+                raise ValueError(f"{name} must be at most {self.most_micro_batches}; got {getattr(self, name)}")
         if self.local_steps > 1 and self.accumulation > 1:
             raise ValueError(f"accumulation must be 1 with local_steps; got {self.accumulation}")
         for name in ("iterations", "epochs"):
@@ -238,9 +236,13 @@ class Job:
             )
         p = self.simulated_ranks
         if self.meets and p > LARGEST_SIMULATED:
+            each = self.world_size // p  # ranks of an island, each with an all-reduce of its own
+            powers = f"{each} times a power of 2, or " if each > 1 else "a power of 2, or "
+            if self.cluster.placed or messages_meet(self.all_reduce, 2):
+                powers = ""
             raise ValueError(
-                f"world_size must be {'' if self.cluster.placed else 'a power of 2, or '}at most {LARGEST_SIMULATED}, "
-                f"with {self.all_reduce}, whose messages are simulated; got {p}"
+                f"world_size must be {powers}at most {each * LARGEST_SIMULATED}, with {self.all_reduce}, whose "
+                f"messages are simulated; got {self.world_size}"
             )
         if self.all_reduce == "native" and self.segment_bytes != SEGMENT_BYTES:
             raise ValueError(f"segment_bytes must be left out with native, which has its own; got {self.segment_bytes}")
@@ -265,6 +267,8 @@ class Job:
         if self.rate_limit is None:
             return
         check_above_0("rate_limit", self.rate_limit)
+        if self.rate_limit < LEAST_RATE:
+            raise ValueError(f"rate_limit must be at least 1mbit; got {format_bandwidth(self.rate_limit)}")
         why = "whose messages are not paced" if self.strategy != "pipelined" or self.all_reduce == "native" else None
         if self.all_reduce == "hierarchical":
             why = "whose ranks may share a NIC, which the model cannot tell"
@@ -327,6 +331,12 @@ class Job:
         cut([self.compute.tensors[number] for number in self.whole])
 
     @property
+    def most_micro_batches(self) -> int:
+        """Most micro-batches of an iteration, whose time could otherwise be too large a number."""
+        slowest = max(getattr(self.compute, name).high for name in WITH_BATCH)
+        return int(min(MOST_MICRO_BATCHES, MOST / max(slowest, 1.0)))
+
+    @property
     def whole(self) -> list[int]:
         """Numbers of the tensors whose gradients are exchanged whole, in the order of the forward pass."""
         apart = {tensor for one in self.parts for tensor in one.tensors}
@@ -370,13 +380,8 @@ class Job:
             return None
         if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE or self.parts:
             return None
-        own = (self.world_size, self.width, self.codec, self.all_reduce, self.segment_bytes)
-        found = [
-            one
-            for one in self.compute.measured
-            if (one.world_size, one.width, one.codec, one.all_reduce, one.segment_bytes) == own
-        ]
-        return found[0] if found else None
+        own = configuration(self)
+        return next((one for one in self.compute.measured if configuration(one) == own), None)
 
     @property
     def sending_share(self) -> float:

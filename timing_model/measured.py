@@ -23,6 +23,8 @@ UNCOMPRESSED = "fp32"
 FURTHER = 1 / 3
 """Cost of the prediction for another gradient in flight, which is a step of the optimizer, as a share of that for one,
 which also copies the weights: 0.2 to 0.45 with emulated accelerators and a gradient of 4.3 MB."""
+CONFIGURATION = ("world_size", "width", "codec", "all_reduce", "segment_bytes", "loader_workers")
+"""Fields of a ``MeasuredIteration`` that a job has, too."""
 LINK = ("alpha", "beta", "gamma", "sync")
 """Names of the parameters of a link that are measured."""
 BACKWARD = 2 / 3
@@ -183,6 +185,13 @@ class MeasuredIteration:
     """Mean of an iteration, in s."""
     iterations: int
     """Number of iterations that were timed."""
+    loader_workers: int | None = None
+    """Processes of a rank that loaded batches; None in a file from before it was recorded, whose time is no job's."""
+
+
+def configuration(of: object) -> tuple[object, ...]:
+    """Return what an iteration that was measured, and a job whose time it is, have in common."""
+    return tuple(getattr(of, name) for name in CONFIGURATION)
 
 
 @dataclass(frozen=True, kw_only=True)

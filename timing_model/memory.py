@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from timing_model.job import Job
-from timing_model.units import format_bytes
+from timing_model.units import format_bytes, format_bytes_up
 
 FEW_BITS = 8
 """Bits of a value on the wire below which a codec keeps a residual by default."""
@@ -56,6 +56,6 @@ def check_memory(job: Job) -> None:
         got = format_bytes(job.memory)
         raise ValueError(f"memory must be left out with {what}, of which it is not known; got {got}")
     raise ValueError(
-        f"memory must be at least {format_bytes(needed)} for width {job.width}, codec {job.codec} and islands of "
+        f"memory must be at least {format_bytes_up(needed)} for width {job.width}, codec {job.codec} and islands of "
         f"{job.members}, activations left out; got {format_bytes(job.memory)}"
     )

@@ -21,8 +21,6 @@ from timing_model.units import format_seconds, parse_bandwidth, parse_bytes, par
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
-NOISE = {"cv", "persistence", "comm_cv", "slow_ranks"}
-"""Fields of a computation without which measured times of its iterations do not hold."""
 NOTHING = Calibrated.nothing()
 
 
@@ -212,10 +210,12 @@ def base_of(given: Namespace, **configuration: Any) -> Job:
     for name in ("latency", "inner_latency", "compute", "update", "loading"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
-    for name in ("bandwidth", "inner_bandwidth", "rate_limit"):
+    for name in ("bandwidth", "inner_bandwidth"):
         if (getattr(given, name) or 1.0) < 1 / MOST:
             raise ValueError(f"{name} must be at least {1 / MOST:g} bytes a second; got {getattr(given, name):g}")
     cluster = _with_inner(given, _cluster(given))
+    if given.compute is not None:  # typed in, so not measured, whatever its model is called
+        cluster = dataclasses.replace(cluster, compute=())
     if given.world_size > 1 and cluster.named_ranks > given.world_size:  # one rank alone needs no links
         raise ValueError(f"link must name ranks from 0 to {given.world_size - 1}; got {cluster.named_ranks - 1}")
     return Job(
@@ -366,8 +366,8 @@ def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
     present = {name: value for name, value in changes.items() if value is not None}
     if "slow_ranks" in present and len(given.slow_ranks) > given.world_size:
         raise ValueError(f"slow_ranks must be at most {given.world_size}; got {len(given.slow_ranks)}")
-    if NOISE & present.keys():
-        present["measured"] = ()  # with other noise
+    if present.keys() - {"samples"}:
+        present["measured"] = ()  # with other noise, or another time of loading
     changed = dataclasses.replace(compute, **present)
     if given.persistence and changed.cv == 0:
         raise ValueError(f"persistence must come with a cv above 0; got {given.persistence:g} without one")

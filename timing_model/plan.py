@@ -10,7 +10,7 @@ from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.costs import costs_of, iteration_time
 from timing_model.job import Job, support_of
 from timing_model.search import Search
-from timing_model.units import format_bytes
+from timing_model.units import format_bytes, format_bytes_up
 
 REFERENCES = ("ddp", "ps-sync")
 """Strategies that are always shown, however slow they are."""
@@ -105,8 +105,8 @@ def plan(
         if search.too_large:
             needed, given = min(search.too_large.values()), base.memory or 0.0
             raise ValueError(
-                f"memory must be at least {format_bytes(needed)}, the least of all that was searched, activations left "
-                f"out; got {format_bytes(given)}"
+                f"memory must be at least {format_bytes_up(needed)}, the least of all that was searched, activations "
+                f"left out; got {format_bytes(given)}"
             )
         reasons = support_of(base).reasons or ("no all-reduce for any of the codecs",)
         raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")

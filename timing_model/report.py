@@ -101,7 +101,8 @@ def answer_text(answer: Answer) -> str:
     whole = "all communication" if job.local_steps == 1 else "all communication of a window"
     facts = [(f"{whole}, hidden or not", format_seconds(answer.collective.total))]
     if answer.samples_per_second is not None:
-        facts.append(("samples a second", f"{answer.samples_per_second:,.0f}"))
+        rate = answer.samples_per_second
+        facts.append(("samples a second", f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"))
     if answer.lasting > iteration.total * (1 + SHOWN):
         facts.append(("an iteration, if slow phases of a rank last", format_seconds(answer.lasting)))
     facts.append(("scaling efficiency", f"{answer.efficiency:.1%} of {job.world_size} times one rank"))

@@ -35,6 +35,8 @@ SEGMENTS_AHEAD = 4
 """Receives of segments to be added up that are posted before their turn. gloo's sender starts only when the receiver is
 ready, so with one receive the wire would idle while a segment is added up. Each takes a segment of scratch memory. At a
 rate limit all are posted (``pipesgd.comm.all_reduce``)."""
+LEAST_RATE = 1e6 / 8
+"""Smallest rate limit in bytes a second: at a lower one, messages would be mostly the headers of their packets."""
 PACED_SECONDS, SAVED_SECONDS = 0.015, 0.005
 """Seconds that the largest message takes at a rate limit, and seconds of that rate that a rank saves up while it sends
 nothing: together a fiftieth of a second, so that the messages handed over in a second keep to the rate within 2 %.

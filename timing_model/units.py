@@ -6,6 +6,7 @@ A unit is never guessed: 10Gb may be bits or bytes, an eightfold difference, so 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 
@@ -19,7 +20,7 @@ BYTES_PER_SECOND = {
 COUNT = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 NBYTES = {
     "B": 1.0,
-    **{f"{prefix}B": factor for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))},
+    **{f"{prefix}B": factor for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))},
     **{f"{prefix}iB": factor for prefix, factor in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30))},
 }
 PER_SECOND = {f"/{unit}": 1 / SECONDS[unit] for unit in ("s", "min", "h")} | {"/d": 1 / 86400}
@@ -123,6 +124,16 @@ def format_bytes(nbytes: float) -> str:
     '7.18 MB'
     """
     return _scaled(nbytes, "B")
+
+
+def format_bytes_up(nbytes: float) -> str:
+    """Format a number of bytes that is the least to give: rounded up, so that what people read is enough.
+
+    >>> format_bytes(49.44e9), format_bytes_up(49.44e9), format_bytes_up(49.4e9)
+    ('49.4 GB', '49.5 GB', '49.4 GB')
+    """
+    last_digit = 10.0 ** (math.floor(math.log10(nbytes)) - 2)
+    return format_bytes(math.ceil(nbytes / last_digit) * last_digit)
 
 
 def format_count(count: float) -> str:

@@ -103,6 +103,9 @@ def decide(
         UserInputError: the job is outside of what was measured.
     """
     limit = rate_of(config.pipeline.rate_limit, config.pipeline.all_reduce)
+    unmodelled = unmeasured(config)
+    if unmodelled:
+        compute = dataclasses.replace(compute, measured=())  # of runs without these properties
     try:
         base = Job(
             cluster=profile,
@@ -126,7 +129,6 @@ def decide(
     answer = decided.answer
     assert answer.total is not None
     support, reasons = answer.support.kind, list(answer.support.reasons)
-    unmodelled = unmeasured(config)
     if unmodelled:
         support = EXTRAPOLATED if support == INTERPOLATED else support
         reasons += unmodelled

@@ -186,8 +186,6 @@ class FollowedPlan:
                 say(self._console, line)
             if ranks.rank == 0:
                 self._drift = Drift(found)
-                # The cluster is faster than a run with a limit, and a profile knows exchanges of whole gradients alone.
-                own = config.pipeline.rate_limit is not None or config.pipeline.reduce != "matrix"
-                if found.audition is not None and found.audition.over and not own:
+                if found.audition is not None and found.audition.over:
                     remember(config.run.output / output.CLUSTER_FILE, config, found.audition, ranks.world_size)
         return found

@@ -149,10 +149,17 @@ def save_cluster(profile: Profile, path: Path) -> None:
 
 
 def remember(path: Path, config: TrainConfig, audition: Audition, world_size: int) -> None:
-    """Add what an audition that is over has measured to the cluster in ``path``, for the next plan; warn if not."""
+    """Add what an audition that is over has measured to the cluster in ``path``, for the next plan; warn if not.
+
+    A run adds nothing if it has options that a profile does not record.
+    """
+    from pipesgd.planning.choose import unmeasured
     from timing_model.cluster_profile import Profile
 
-    measured = measured_iterations(audition.candidates, audition.paces, world_size)
+    # The cluster is faster than a run with a limit, and a profile knows exchanges of whole gradients alone.
+    if config.pipeline.rate_limit is not None or config.pipeline.reduce != "matrix" or unmeasured(config):
+        return
+    measured = measured_iterations(audition.candidates, audition.paces, config, world_size)
     try:
         profile = Profile.load(path)
         profile.with_measured(config.model.model, config.samples_per_rank, measured).save(path)
@@ -161,9 +168,9 @@ def remember(path: Path, config: TrainConfig, audition: Audition, world_size: in
 
 
 def measured_iterations(
-    candidates: Sequence[dict[str, Any]], paces: Sequence[Pace | None], world_size: int
+    candidates: Sequence[dict[str, Any]], paces: Sequence[Pace | None], config: TrainConfig, world_size: int
 ) -> list[MeasuredIteration]:
-    """Return what was measured of the candidates, as a profile keeps it: those without buckets."""
+    """Return what was measured of the candidates for this run, as a profile keeps it: those without buckets."""
     from timing_model.cluster_profile import Estimate, MeasuredIteration
 
     return [
@@ -175,6 +182,7 @@ def measured_iterations(
             segment_bytes=choices["segment-bytes"],
             iteration=Estimate(pace.mean, *pace.interval),
             iterations=pace.iterations,
+            loader_workers=config.data.workers,
         )
         for choices, pace in zip(candidates, paces, strict=True)
         if pace is not None and cut_of(choices["buckets"]) == WHOLE

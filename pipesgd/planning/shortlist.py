@@ -85,5 +85,5 @@ def audition(
         say(
             console, f"audition: {named} takes {format_seconds(pace.mean)} +- {format_seconds(pace.error)} an iteration"
         )
-    measured = measured_iterations(candidates, paces, ranks.world_size)
+    measured = measured_iterations(candidates, paces, config, ranks.world_size)
     return profile.with_measured(config.model.model, config.samples_per_rank, measured)

@@ -6,13 +6,16 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-from _plans import prediction
+from _plans import cluster, prediction
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from pipesgd.cli import parse
+from pipesgd.config import TrainConfig
 from pipesgd.planning.audition import (
     AGAIN_AFTER,
     LEAST_PASSES,
@@ -29,8 +32,9 @@ from pipesgd.planning.audition import (
     Pace,
     turn_of,
 )
-from pipesgd.planning.plan_run import measured_iterations
+from pipesgd.planning.plan_run import measured_iterations, remember
 from pipesgd.planning.planned import Planned
+from timing_model.cluster_profile import Profile
 
 
 def choices(width: int, codec: str = "int8") -> dict[str, Any]:
@@ -287,10 +291,40 @@ def test_an_audition_that_began_before_there_were_buckets_and_fragments_is_conti
     assert continued.as_json() == planned.as_json()
     assert continued.audition is not None
     over = continued.audition.decided(seconds(first, {1: 0.3, 2: 0.12}), again=False)
-    assert [one.width for one in measured_iterations(over.candidates, over.paces, 2)] == [1, 2]
+    assert [one.width for one in measured_iterations(over.candidates, over.paces, TrainConfig(), 2)] == [1, 2]
 
 
 def test_only_what_was_measured_without_buckets_is_remembered() -> None:
     pace = Pace(1.0, 0.1, 1.0, 9)
     candidates = [ONE | {"buckets": buckets} for buckets in ("1", "01", "2", "1MiB")]
-    assert len(measured_iterations(candidates, [pace] * 4, 2)) == 2
+    assert len(measured_iterations(candidates, [pace] * 4, TrainConfig(), 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "remembered"),
+    [
+        ("--codec int8", 2),
+        ("--codec int8 --connections 4", 0),
+        ("--codec int8 --codec-block 64", 0),
+        ("--codec int8 --rate-limit 50mbit", 0),
+        ("--codec int8 --reduce rows", 0),
+    ],
+)
+def test_an_audition_is_remembered_unless_the_run_has_options_that_a_profile_does_not_record(
+    tmp_path: Path, words: str, remembered: int
+) -> None:
+    profile, path = cluster(), tmp_path / "cluster.toml"
+    profile.save(path)
+    first = audition(0.13, 0.12)
+    over = first.decided(seconds(first, {1: 0.3, 2: 0.12}), again=False)
+    remember(path, parse(["--batch-size", "512", *words.split()]), over, 2)
+    assert len(Profile.load(path).compute[0].measured) == remembered
+
+
+@pytest.mark.parametrize(
+    ("words", "workers"), [("", 0), ("--dataset images --data-dir . --model resnet18", 2), ("--loader-workers 3", 3)]
+)
+def test_a_measured_time_is_remembered_with_the_workers_that_loaded(words: str, workers: int) -> None:
+    config = parse(words.split())
+    [measured] = measured_iterations([ONE], [Pace(1.0, 0.1, 1.0, 9)], config, 2)
+    assert measured.loader_workers == workers

@@ -24,7 +24,7 @@ from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
 from timing_model.fragments import in_windows, windows_of
 from timing_model.job import GIVEN, INTERPOLATED, Job
-from timing_model.measured import CodecProfile, Estimate
+from timing_model.measured import CodecProfile, Estimate, MeasuredIteration
 from timing_model.predict import predict
 
 EXPENSIVE = rates(1e-6)
@@ -248,6 +248,32 @@ def test_what_was_not_measured_is_said() -> None:
     assert planned.reasons == ["codec sign was not measured; its costs are typical ones", "2 connections; measured: 1"]
     assert planned.lines()[-1].endswith(f"outside: {', '.join(planned.reasons)}")
     assert choose(cluster(), "--width auto --connections 2").support == "extrapolated"
+
+
+@pytest.mark.parametrize(
+    ("words", "support"),
+    [
+        ("", "measured"),
+        ("--connections 4", "extrapolated"),
+        ("--codec-block 64", "extrapolated"),
+        ("--error-feedback on", "extrapolated"),
+    ],
+)
+def test_a_measured_time_is_not_that_of_a_run_with_options_that_were_not_measured(words: str, support: str) -> None:
+    ran = MeasuredIteration(
+        world_size=4,
+        width=2,
+        codec="int8",
+        all_reduce="ring",
+        segment_bytes=1 << 20,
+        iteration=Estimate.exact(9.0),
+        iterations=7,
+        loader_workers=0,
+    )
+    profile = cluster(compute=dataclasses.replace(MLP, measured=(ran,)))
+    planned = choose(profile, f"--width 2 --codec int8 {words}")
+    assert planned.support == support
+    assert (planned.iteration_seconds == 9.0) == (support == "measured")
 
 
 def test_numbers_typed_in_are_said_to_be_only_that() -> None:

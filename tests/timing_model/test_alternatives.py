@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -54,6 +55,24 @@ def test_a_plan_says_what_accumulation_gains_and_costs() -> None:
 def test_a_network_that_no_accumulation_hides_is_called_too_slow() -> None:
     [said, *_] = alternatives(plan(job_of(1000.0), SPACE), SPACE)
     assert said.startswith("Communication takes 1,000 times as long as computation, which --accumulation 64 would not")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "accumulation", "says"),
+    [
+        (1000.0, 16, "which --accumulation 1024 would not hide"),
+        (40.0, 16, "--accumulation 640 would hide it"),
+        (40.0, 1 << 12, "which --accumulation 65536 would not hide"),
+        (15.5, 1 << 12, "--accumulation 65536 would hide it"),
+    ],
+)
+def test_micro_batches_that_are_named_are_those_that_were_tried_and_a_job_may_have(
+    ratio: float, accumulation: int, says: str
+) -> None:
+    """An accumulated iteration computes for as many seconds as it has micro-batches."""
+    [said, *_] = alternatives(plan(job_of(ratio * accumulation, accumulation=accumulation), SPACE), SPACE)
+    assert says in said
+    assert job_of(1.0, accumulation=int(re.findall("--accumulation ([0-9]+)", said)[0])).accumulation <= 1 << 16
 
 
 def test_hidden_communication_needs_no_accumulation() -> None:

@@ -67,6 +67,26 @@ def test_predict_of_a_measured_cluster(capsys: pytest.CaptureFixture[str], clust
     assert "OUTSIDE" in said(capsys, f"predict --cluster {cluster} --model mlp --world-size 64 --extrapolate")
 
 
+@pytest.mark.parametrize(("seconds", "shown"), [("200s", "0.02"), ("3s", "1.33"), ("1ms", "4,000")])
+def test_samples_a_second_that_are_few_are_not_none(
+    capsys: pytest.CaptureFixture[str], seconds: str, shown: str
+) -> None:
+    link = "--latency 0s --bandwidth 100Gbit/s --world-size 4"
+    out = said(capsys, f"predict {link} --compute {seconds} --parameters 1 --batch-size 1")
+    assert re.search(f"^samples a second +{shown}$", out, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("options", ["", "--batch-size 512", "--batch-size 7"])
+def test_a_computation_that_is_typed_in_was_not_measured_whatever_its_model_is_called(
+    capsys: pytest.CaptureFixture[str], cluster: Path, options: str
+) -> None:
+    job = f"predict --cluster {cluster} --world-size 3 --model mlp --json"
+    assert json.loads(said(capsys, job))["support"] == "interpolated"
+    answer = json.loads(said(capsys, f"{job} --compute 3s {options}"))
+    reasons = ["the computation is as given; it was not measured"]
+    assert (answer["support"], answer["reasons"]) == ("extrapolated", reasons)
+
+
 def test_what_a_job_costs(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"{HAND} --batch-size 64 --samples 50000 --epochs 10 --price 1.20/h --accumulation 2"
     out = said(capsys, f"predict {words} --width 1")
@@ -290,6 +310,8 @@ BAD = {
     f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
     f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
     f"predict {HAND} --rate-limit 50": "rate-limit must have a unit such as 10Gbit/s; got '50'",
+    f"predict {HAND} --rate-limit 0.5mbit": "rate-limit must be at least 1mbit; got 500 kbit/s",
+    f"predict {HAND} --rate-limit 1e-15mbit": "rate-limit must be at least 1mbit; got 0.00 bit/s",
     f"predict {HAND} --rate-limit 50mbit --strategy ddp": "rate-limit must be left out with native, whose messages",
     f"predict {HAND} --epochs 3": "epochs must be left out where the samples or the batch size are not",
     f"predict {HAND} --model resnet50": "parameters must be left out with --model resnet50; got 6.11e+07",

@@ -363,6 +363,18 @@ def test_memory_that_is_not_enough_is_refused_and_what_needs_it_is_not_planned()
         plan(dataclasses.replace(base, memory=1000.0))
 
 
+@pytest.mark.parametrize("command", ["predict", "plan"])
+@pytest.mark.parametrize("parameters", ["1.03G", "1.2345678G", "123", "1001", "104M", "40G"])
+def test_the_memory_that_is_asked_for_is_enough(
+    command: str, parameters: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{command} --network 25GbE --world-size 8 --compute 0.3s --parameters {parameters} --memory"
+    assert main([*words.split(), "1B"]) == 2
+    asked = re.search(r"memory must be at least ([0-9.]+ [A-Za-z]+)", capsys.readouterr().err)
+    assert asked is not None
+    assert main([*words.split(), asked[1]]) == 0
+
+
 # --- The choice of a mesh ---------------------------------------------------------------------------------------------
 
 
@@ -494,11 +506,11 @@ def test_the_command_plans_meshes(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan HAND --memory 0B", "memory must be finite and above 0; got 0.0"),
         (
             "plan HAND --memory 1MB",
-            "memory must be at least 1.22 GB, the least of all that was searched, activations left out; got 1.00 MB",
+            "memory must be at least 1.23 GB, the least of all that was searched, activations left out; got 1.00 MB",
         ),
         (
             "predict HAND --memory 1GB",
-            "memory must be at least 2.93 GB for width 2, codec fp32 and islands of 1, activations left out; got "
+            "memory must be at least 2.94 GB for width 2, codec fp32 and islands of 1, activations left out; got "
             "1.00 GB",
         ),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from timing_model.cluster_profile import Estimate, Profile
 from timing_model.costs import costs_of, iteration_time, workers_that_hide
 from timing_model.iteration import IterationTime, loaded_iteration_time, pipelined_iteration_time
 from timing_model.job import Job, compute_of
+from timing_model.measured import MeasuredIteration
 from timing_model.params import ComputeTimes
 from timing_model.plan import plan
 from timing_model.predict import LOADING, predict
@@ -121,6 +123,43 @@ def test_loading_grows_with_the_batch_and_is_kept_in_the_file(tmp_path: Path) ->
     PROFILE.save(tmp_path / "old.toml")
     assert "loading" not in (tmp_path / "old.toml").read_text()
     assert Profile.load(tmp_path / "old.toml").compute[0].loading == Estimate.exact(0.0)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "words", "measured"),
+    [
+        (2, "--loader-workers 2", True),
+        (2, "--loader-workers 2 --samples 100", True),
+        (2, "--loader-workers 2 --loading 5s", False),
+        (2, "", False),
+        (0, "", True),
+        (0, "--loader-workers 4", False),
+        (None, "", False),
+    ],
+)
+def test_a_measured_time_is_that_of_jobs_which_load_as_it_did(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: int | None, words: str, measured: bool
+) -> None:
+    """A file from before the number of workers was recorded does not say whose time it has."""
+    ran = MeasuredIteration(
+        world_size=4,
+        width=2,
+        codec="int8",
+        all_reduce="ring",
+        segment_bytes=1 << 20,
+        iteration=about(9.0),
+        iterations=7,
+        loader_workers=recorded,
+    )
+    profile = dataclasses.replace(PROFILE, compute=(dataclasses.replace(MLP, measured=(ran,)),))
+    path = tmp_path / "cluster.toml"
+    profile.save(path)
+    assert Profile.load(path) == profile
+    assert ("loader_workers" in path.read_text()) == (recorded is not None)
+    asked = f"predict --cluster {path} --world-size 4 --model mlp --codec int8 --json {words}"
+    assert main(asked.split()) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["support"] == "measured") == (answer["iteration_seconds"]["total"] == 9.0) == measured
 
 
 def test_simulated_iterations_of_ranks_that_load_their_batches_agree_with_the_formula() -> None:

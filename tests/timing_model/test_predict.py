@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.results import REPOSITORY
 from tests.timing_model._profiles import CORRECTIONS, LINK, MLP, PROFILE, about, ask
 from timing_model import LinkParams, ring_all_reduce_time
 from timing_model.advice import training_arguments
@@ -75,6 +76,7 @@ def test_corrections_do_not_count_at_a_rate_limit_nor_do_times_that_were_measure
         segment_bytes=1 << 20,
         iteration=about(9.0),
         iterations=7,
+        loader_workers=0,
     )
     corrected = dataclasses.replace(PROFILE, link=dataclasses.replace(LINK, corrections=CORRECTIONS))
     work = dataclasses.replace(MLP, measured=(measured,))
@@ -429,6 +431,29 @@ def test_questions_that_make_no_sense(options: dict[str, Any], message: str) -> 
     with pytest.raises(ValueError, match=message) as error:
         predict(ask(**options))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "got", "must", "accepted"),
+    [
+        ({"all_reduce": "halving-doubling"}, 200, "a power of 2, or at most 128", (128, 256)),
+        ({"all_reduce": "own_all_reduce:binomial_tree"}, 256, "at most 128", (128,)),
+        (
+            {"all_reduce": "recursive-doubling", "split": "fsdp2", "members": 4},
+            1200,
+            "4 times a power of 2, or at most 512",
+            (512, 1024),
+        ),
+    ],
+)
+def test_numbers_of_ranks_whose_messages_would_take_too_long_are_told_from_those_that_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], got: int, must: str, accepted: tuple[int, ...]
+) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    with pytest.raises(ValueError, match=rf"^world_size must be {must}, with .*; got {got}$"):
+        ask(world_size=got, **options)
+    for one in accepted:
+        assert ask(world_size=one, **options).world_size == one
 
 
 def test_a_link_inside_nodes() -> None:

@@ -14,6 +14,7 @@ from timing_model.units import (
     NBYTES,
     SECONDS,
     format_bandwidth,
+    format_bytes_up,
     format_seconds,
     parse_bandwidth,
     parse_bytes,
@@ -115,3 +116,8 @@ def test_every_unit_is_read_as_what_it_is(number: float) -> None:
 def test_what_people_are_shown_can_be_read_back_to_three_digits(value: float) -> None:
     assert parse_seconds("time", format_seconds(value)) == pytest.approx(value, rel=0.01, abs=1e-8)
     assert parse_bandwidth("rate", format_bandwidth(1e9 * value)) == pytest.approx(1e9 * value, rel=0.01)
+
+
+@given(st.integers(1, 10**15))
+def test_bytes_rounded_up_are_enough_and_at_most_a_hundredth_more(nbytes: int) -> None:
+    assert nbytes <= parse_bytes("memory", format_bytes_up(nbytes)) <= 1.01 * nbytes
