@@ -25,6 +25,8 @@ FURTHER = 1 / 3
 which also copies the weights: 0.2 to 0.45 with emulated accelerators and a gradient of 4.3 MB."""
 LINK = ("alpha", "beta", "gamma", "sync")
 """Names of the parameters of a link that are measured."""
+WITH_BATCH = ("forward", "backward", "loading")
+"""Fields of a ``ComputeProfile`` that grow with the batch."""
 BACKWARD = 2 / 3
 """Share of the backward pass in both passes, where only their sum is known."""
 
@@ -192,7 +194,10 @@ class ComputeProfile:
     model: str
     """Name of the model, as ``--model`` of training has it, or module:factory."""
     batch_size: int
-    """Batch size of one rank; 0 if it is not known, which no file may contain."""
+    """Samples of one rank in an iteration, those of all its micro-batches; 0 if that is not known, which no file may
+    contain."""
+    accumulation: int = 1
+    """Micro-batches of an iteration, whose passes, loading and variation are those of all of them together."""
     tensors: tuple[int, ...]
     """Number of values in each parameter's gradient, in the order of the forward pass."""
     samples: int | None = None
@@ -246,6 +251,24 @@ class ComputeProfile:
             compute_slowdown=Estimate.exact(0.0),
             codec_compute_slowdown=Estimate.exact(0.0),
         )
+
+    def accumulate(self, times: int) -> ComputeProfile:
+        """Return the computation of an iteration with this many times the micro-batches, and one update."""
+        if times == 1:
+            return self
+        return dataclasses.replace(
+            self,
+            batch_size=times * self.batch_size,
+            accumulation=times * self.accumulation,
+            measured=(),
+            **{name: getattr(self, name).times(times) for name in WITH_BATCH},
+        )
+
+    @property
+    def batch(self) -> str:
+        """Samples of one rank in an iteration as a short text, by micro-batches if there are several."""
+        each = self.batch_size // self.accumulation
+        return f"{self.accumulation} x {each}" if self.accumulation > 1 else f"{each}"
 
     @property
     def numel(self) -> int:

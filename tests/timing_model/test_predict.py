@@ -386,6 +386,9 @@ def test_other_batch_sizes() -> None:
     assert compute_of(cluster, "mlp", 2048).forward.value == pytest.approx(0.06)
     assert compute_of(cluster, "mlp", 256).forward.value == pytest.approx(0.01)
     assert compute_of(PROFILE, "mlp") is MLP
+    four = dataclasses.replace(PROFILE, compute=(dataclasses.replace(MLP, accumulation=4),))
+    assert compute_of(four, "mlp", 512).batch == "4 x 128"
+    assert compute_of(four, "mlp", 128).accumulate(4).forward == MLP.forward, "a batch of 128 is one of them"
     with pytest.raises(ValueError, match="batch_size must be given, since 512, 1024 were measured of mlp; got none"):
         compute_of(cluster, "mlp")
     with pytest.raises(ValueError, match="model must be one of mlp; got resnet18"):
