@@ -445,10 +445,11 @@ class Job:
     @property
     def noise(self) -> Noise:
         """Variation of the workers' computation."""
-        times = self.accumulated.times(self.width, self.all_reduce, self.codec, self.local_steps)
+        compute = self.accumulated
+        times = compute.times(self.width, self.all_reduce, self.codec, self.local_steps)
         return Noise(
-            cv=self.compute.cv,
-            persistence=self.compute.persistence.value,
+            cv=compute.cv,
+            persistence=compute.persistence.value,
             comm_cv=self.compute.comm_cv.value,
             slow_ranks=tuple(times.slowness(factor) for factor in self.compute.slow_ranks[: self.workers]),
         )

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from timing_model.checks import check_above_0, check_at_least
-from timing_model.params import CodecCost, ComputeTimes, LinkParams
+from timing_model.jitter import noise_over
+from timing_model.params import CodecCost, ComputeTimes, LinkParams, Noise
 from timing_model.presets import OVERHEAD
 
 MOST = 1e9
@@ -253,14 +254,23 @@ class ComputeProfile:
         )
 
     def accumulate(self, times: int) -> ComputeProfile:
-        """Return the computation of an iteration with this many times the micro-batches, and one update."""
+        """Return the computation of an iteration with this many times the micro-batches, and one update.
+
+        Slow micro-batches make up for fast ones, as iterations of a window do (``jitter.noise_over``).
+        """
         if times == 1:
             return self
+
+        def noise(persistence: float) -> Noise:
+            return noise_over(Noise(cv=self.cv, persistence=persistence), times)
+
         return dataclasses.replace(
             self,
             batch_size=times * self.batch_size,
             accumulation=times * self.accumulation,
             measured=(),
+            cv=noise(self.persistence.value).cv,
+            persistence=Estimate(*(noise(end).persistence for end in dataclasses.astuple(self.persistence))),
             **{name: getattr(self, name).times(times) for name in WITH_BATCH},
         )
 
