@@ -15,6 +15,7 @@ from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import MOST, PARAMETER_SERVER, WITH_BATCH, CodecProfile, ComputeProfile, MeasuredIteration
 from timing_model.mesh import Mesh
 from timing_model.own_schedules import check_all_reduce
+from timing_model.parameter_server import check_servers
 from timing_model.params import FLOAT_BYTES, Noise, Parts
 from timing_model.presets import CODECS, HOST
 from timing_model.schedules import SEGMENT_BYTES, paced_segment_bytes
@@ -150,6 +151,8 @@ class Job:
                 raise ValueError(
                     f"{name} must be 1 with strategy {self.strategy}, which has no pipeline; got {getattr(self, name)}"
                 )
+        if self.strategy == "ps-sync":
+            check_servers(self.servers, self.world_size, self.placement)
         self._check_all_reduce()
         self._check_rate_limit()
         self._check_nodes()
@@ -158,6 +161,12 @@ class Job:
         self._check_codec()
         self._check_parts()
         self._check_buckets()
+        if self.iterations_per_epoch == 0:
+            batch = self.accumulated
+            raise ValueError(
+                f"samples must be at least {self.workers * batch.batch_size}, a batch of {batch.batch} for each of "
+                f"{self.workers} ranks; got {batch.samples}"
+            )
         if self.epochs is not None and self.iterations is not None:
             raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
         if self.epochs is not None and self.iterations_per_epoch is None:
@@ -477,7 +486,7 @@ class Job:
         """Iterations of an epoch, which drops the remaining samples. None if samples or batch size are not known."""
         if self.compute.samples is None or self.compute.batch_size == 0:
             return None
-        return max(1, self.compute.samples // (self.workers * self.accumulated.batch_size))
+        return self.compute.samples // (self.workers * self.accumulated.batch_size)
 
     def cost(self, seconds: float | None) -> float | None:
         """Return the price of all ranks for this time; None if the price, or the time, is not known."""

@@ -115,7 +115,7 @@ def decide(
     try:
         base = Job(
             cluster=profile,
-            compute=compute,
+            compute=dataclasses.replace(compute, samples=None),  # the run's data set may be another one
             world_size=world_size,
             rate_limit=None if limit == math.inf else limit,
             iterations=iterations,

@@ -46,6 +46,11 @@ def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
     assert "for all 100" in predicted
 
 
+def test_a_file_that_was_measured_with_a_small_data_set_holds_for_a_run_with_a_larger_one() -> None:
+    small = dataclasses.replace(MLP, samples=512)
+    assert choose(cluster(compute=small)).iteration_seconds == choose(cluster()).iteration_seconds
+
+
 def test_an_instant_link_gets_neither() -> None:
     planned = choose(cluster(INSTANT))
     assert planned.choices == {

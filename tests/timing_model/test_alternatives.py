@@ -51,6 +51,14 @@ def test_a_plan_says_what_accumulation_gains_and_costs() -> None:
     assert accumulated.job.iterations_per_epoch == 400_000 // (4 * 3 * 10)
 
 
+def test_no_batch_is_larger_than_the_data_set() -> None:
+    for samples, advised in ((119, False), (120, True)):  # 4 ranks, 3 micro-batches of 10
+        job = job_of(2.5)
+        job = dataclasses.replace(job, compute=dataclasses.replace(job.compute, samples=samples))
+        assert any("--accumulation 3" in one for one in alternatives(plan(job, SPACE), SPACE)) == advised
+        assert [one.world_size for one in epochs(job, SPACE)] == [1, 2, 4, 8]
+
+
 def test_a_network_that_no_accumulation_hides_is_called_too_slow() -> None:
     [said, *_] = alternatives(plan(job_of(1000.0), SPACE), SPACE)
     assert said.startswith("Communication takes 1,000 times as long as computation, which --accumulation 64 would not")

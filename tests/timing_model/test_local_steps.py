@@ -107,7 +107,7 @@ def test_with_noise_it_is_as_near_to_the_simulator_as_a_pipeline(width: int, ste
 @pytest.mark.parametrize("width", [1, 2])
 def test_micro_batches_average_jitter_as_local_steps_without_updates_do(width: int) -> None:
     no_update = {"update": Estimate.exact(0.0), "late_update": Estimate.exact(0.0)}
-    compute = dataclasses.replace(MLP, cv=0.4, **no_update)
+    compute = dataclasses.replace(MLP, samples=None, cv=0.4, **no_update)
     accumulated, window = (
         ask(compute=compute, width=width, world_size=8, **{name: 16}) for name in ("accumulation", "local_steps")
     )
