@@ -123,10 +123,12 @@ def test_loading_grows_with_the_batch_and_is_kept_in_the_file(tmp_path: Path) ->
     assert Profile.load(tmp_path / "old.toml").compute[0].loading == Estimate.exact(0.0)
 
 
-def test_simulated_iterations_of_ranks_that_load_their_batches_agree_with_the_formula() -> None:
+@pytest.mark.parametrize("options", [{"width": 2}, {"width": 1, "local_steps": 4}, {"width": 2, "accumulation": 3}])
+@pytest.mark.parametrize(("cluster", "workers"), [(FREE, 0), (FREE, 1), (FREE, 3), (FREE, 90), (PROFILE, 3)])
+def test_simulated_iterations_agree_with_the_formula(cluster: Profile, workers: int, options: dict[str, int]) -> None:
     none = Estimate.exact(0.0)
     calm = dataclasses.replace(MLP, loading=Estimate.exact(2.0), cv=0.0, comm_cv=none, slow_ranks=())
-    job = ask(cluster=FREE, compute=calm, width=2, iterations=50)
+    job = ask(cluster=cluster, compute=calm, loader_workers=workers, iterations=48, **options)
     assert simulate_job(job).period == pytest.approx(predict(job).iteration.total, rel=1e-6)
 
 
