@@ -31,7 +31,8 @@ from pipesgd.ranks import alone
 from pipesgd.run.workload import load
 from timing_model.choices import WIDTHS
 from timing_model.cluster_profile import ComputeProfile, Profile
-from timing_model.job import NATIVE_CODECS, OWN_ALL_REDUCE, WITH_BATCH, Job
+from timing_model.job import NATIVE_CODECS, OWN_ALL_REDUCE, Job
+from timing_model.measured import WITH_BATCH
 from timing_model.predict import Answer, predict
 
 HELD_OUT, EXTRAPOLATED, SHARED = "held out", "extrapolated", "shared cores"

@@ -188,7 +188,7 @@ def epochs(job: Job, space: Space, extrapolate: bool = False) -> list[Epoch]:
 
 
 def epoch(job: Job, world_size: int, space: Space, extrapolate: bool) -> Epoch | None:
-    """Return an epoch on this many ranks; None if it is not known, or has no whole iteration."""
+    """Return an epoch on this many ranks; None if it is not known, or has not even one iteration."""
     try:
         base = dataclasses.replace(
             job, world_size=world_size, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring"
@@ -204,10 +204,10 @@ def epoch(job: Job, world_size: int, space: Space, extrapolate: bool) -> Epoch |
             members=(job.members,),
         )
         best = plan(base, same, extrapolate=extrapolate).best
-    except ValueError:  # beyond what was measured
+    except ValueError:  # beyond what was measured, or too few samples
         return None
-    samples, iterations = job.compute.samples, best.job.iterations_per_epoch
-    if samples is None or iterations is None or samples < best.job.workers * best.job.accumulated.batch_size:
+    iterations = best.job.iterations_per_epoch
+    if iterations is None:
         return None
     seconds = iterations * best.iteration.total
     return Epoch(world_size, seconds, best.job.cost(seconds))
@@ -243,6 +243,9 @@ def _accumulation(found: Plan, space: Space) -> str | None:
             f"{times} as long as computation, which --accumulation {most} would not hide: this network is too slow for "
             "this model with this batch."
         )
+    per_epoch = choice.job.iterations_per_epoch
+    if per_epoch is not None and per_epoch < factor:
+        return None  # the data set has fewer samples than that
     job = dataclasses.replace(choice.job, width=width, accumulation=factor * choice.job.accumulation)
     if not fits(job):
         return None

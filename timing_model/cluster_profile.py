@@ -156,6 +156,7 @@ class Profile:
         for one, measured in zip(ordered["compute"], self.compute, strict=True):
             for name in LATER:
                 one[name] = one[name] if getattr(measured, name).high > 0 else None
+            one["accumulation"] = one["accumulation"] if measured.accumulation > 1 else None  # as with LATER
         aside = path.with_name(f".{path.name}.tmp")
         try:
             aside.write_text(format_tables(ordered) + "\n", encoding="utf-8")
@@ -291,6 +292,7 @@ def _compute(table: Table) -> ComputeProfile:
     compute = ComputeProfile(
         model=table.text("model"),
         batch_size=table.count("batch_size"),
+        accumulation=table.count("accumulation") if "accumulation" in table else 1,
         tensors=table.counts("tensors"),
         samples=table.count("samples") if "samples" in table else None,
         cv=table.number("cv", most=MOST_CV),

@@ -104,18 +104,24 @@ def _pipelined_iteration(job: Job, noise: Noise, buckets: Buckets, times: Comput
         return local_steps_iteration_time(
             times, whole(buckets), job.width, job.local_steps, world_size=job.workers, noise=noise
         )
-    before = job.accumulation - 1
-    late = [((before + share) / job.accumulation, collective) for share, collective in buckets]
+    late = _in_last_micro_batch(job, buckets)
     share, last = late[-1]
     if last.total > 0:  # earlier ones are handed over during the backward pass
         late[-1] = share, CollectiveTime(last.total + times.handover, last.wire + times.handover, last.codec)
     return layerwise_iteration_time(times, late, world_size=job.workers, noise=noise)
 
 
+def _in_last_micro_batch(job: Job, buckets: Buckets) -> Buckets:
+    """Return buckets that are complete in the backward pass of the last micro-batch, with shares of all of them."""
+    micro_batches = job.accumulated.accumulation
+    return [((micro_batches - 1 + share) / micro_batches, collective) for share, collective in buckets]
+
+
 def _ddp(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
     cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
     buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
-    return partial(layerwise_iteration_time, buckets=buckets, world_size=job.workers, noise=costs.noise), whole(buckets)
+    late = _in_last_micro_batch(job, buckets)
+    return partial(layerwise_iteration_time, buckets=late, world_size=job.workers, noise=costs.noise), whole(buckets)
 
 
 def _servers(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
@@ -161,7 +167,7 @@ def inside_of(job: Job, costs: Costs) -> InsideTime:
     """Return the time of the collectives inside an island in an iteration; none of it without islands."""
     link = (costs.inner if job.mesh.within_node else None) or costs.link
     once = inside_time(job.mesh, job.compute.tensors, link, costs.placed)
-    return InsideTime(*[job.accumulation * seconds for seconds in once])
+    return InsideTime(*[job.accumulated.accumulation * seconds for seconds in once])
 
 
 def times_of(job: Job, costs: Costs) -> ComputeTimes:

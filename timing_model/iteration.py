@@ -138,18 +138,29 @@ def loaded_iteration_time(
     >>> loaded_iteration_time(synchronous, times, 2, cores_used=0.5)
     IterationTime(total=4.5, compute=3.0, wire=1.0, codec=0.0, jitter=0.0, loading=0.5, inside=0.0)
     """
+    without = iteration(times)
+    computing, between = loaded(times, workers, cores_used)
+    slowed = without if computing is times else iteration(computing)
+    total = max(slowed.total, between)
+    return without._replace(total=total, loading=total - without.total)
+
+
+def loaded(times: ComputeTimes, workers: int, cores_used: float) -> tuple[ComputeTimes, float]:
+    """Return the times of the computation, with the loading that the rank does itself, and the time between two batches
+    of its loader workers, in s; 0 without any. The arguments are those of ``loaded_iteration_time``.
+
+    >>> times = ComputeTimes(update=0.0, forward=1.0, backward=2.0, loading=6.0)
+    >>> [loaded(times, workers, 0.5)[1] for workers in (0, 1, 2)]
+    [0.0, 6.0, 4.5]
+    """
     check_at_least("workers", workers, 0)
     if not 0 <= cores_used <= 1:
         raise ValueError(f"cores_used must be from 0 to 1; got {cores_used}")
-    without = iteration(times)
     if times.loading == 0:
-        return without
+        return times, 0.0
     if workers == 0:
-        slowed = iteration(times.loading_itself()).total
-    else:
-        slowed = max(times.loading / workers, cores_used * (times.total + times.loading))
-    total = max(without.total, slowed)
-    return without._replace(total=total, loading=total - without.total)
+        return times.loading_itself(), 0.0
+    return times, max(times.loading / workers, cores_used * (times.total + times.loading))
 
 
 def collective_within(

@@ -12,9 +12,18 @@ from timing_model.all_reduce import messages_meet, unconnected
 from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
-from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration, configuration
+from timing_model.measured import (
+    MOST,
+    PARAMETER_SERVER,
+    WITH_BATCH,
+    CodecProfile,
+    ComputeProfile,
+    MeasuredIteration,
+    configuration,
+)
 from timing_model.mesh import Mesh
 from timing_model.own_schedules import check_all_reduce
+from timing_model.parameter_server import check_servers
 from timing_model.params import FLOAT_BYTES, Noise, Parts
 from timing_model.presets import CODECS, HOST
 from timing_model.schedules import LEAST_RATE, SEGMENT_BYTES, paced_segment_bytes
@@ -43,9 +52,6 @@ MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """Typical costs of codecs that were not measured."""
-
-WITH_BATCH = ("forward", "backward", "loading")
-"""Fields of a ``ComputeProfile`` that grow with the batch."""
 
 FAST = (
     "a core sends and receives bytes more slowly than {link} carries them: the CPU time of a byte, {host:.2g} ns, "
@@ -110,7 +116,7 @@ class Job:
     local_steps: int = 1
     """Iterations of a window, in which each rank trains by itself, and after which ranks exchange what it moved."""
     accumulation: int = 1
-    """Micro-batches of an iteration, each as large as the batch of ``compute``, whose gradients are exchanged once."""
+    """Batches of an iteration, each that of ``compute``, whose gradients are exchanged once."""
     iterations: int | None = None
     """Iterations of the job; None if ``epochs``, or no length, is given."""
     epochs: int | None = None
@@ -151,6 +157,8 @@ class Job:
                 raise ValueError(
                     f"{name} must be 1 with strategy {self.strategy}, which has no pipeline; got {getattr(self, name)}"
                 )
+        if self.strategy == "ps-sync":
+            check_servers(self.servers, self.world_size, self.placement)
         self._check_all_reduce()
         self._check_rate_limit()
         self._check_nodes()
@@ -159,6 +167,12 @@ class Job:
         self._check_codec()
         self._check_parts()
         self._check_buckets()
+        if self.iterations_per_epoch == 0:
+            batch = self.accumulated
+            raise ValueError(
+                f"samples must be at least {self.workers * batch.batch_size}, a batch of {batch.batch} for each of "
+                f"{self.workers} ranks; got {batch.samples}"
+            )
         if self.epochs is not None and self.iterations is not None:
             raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
         if self.epochs is not None and self.iterations_per_epoch is None:
@@ -453,10 +467,11 @@ class Job:
     @property
     def noise(self) -> Noise:
         """Variation of the workers' computation."""
-        times = self.accumulated.times(self.width, self.all_reduce, self.codec, self.local_steps)
+        compute = self.accumulated
+        times = compute.times(self.width, self.all_reduce, self.codec, self.local_steps)
         return Noise(
-            cv=self.compute.cv,
-            persistence=self.compute.persistence.value,
+            cv=compute.cv,
+            persistence=compute.persistence.value,
             comm_cv=self.compute.comm_cv.value,
             slow_ranks=tuple(times.slowness(factor) for factor in self.compute.slow_ranks[: self.workers]),
         )
@@ -464,15 +479,13 @@ class Job:
     @property
     def accumulated(self) -> ComputeProfile:
         """Computation of a whole iteration of a rank: of all its micro-batches, and one update of what it holds."""
-        if self.accumulation == self.members == 1:
-            return self.compute
-        mesh, times = self.mesh, self.accumulation
-        factors = {"forward": times * mesh.computed, "backward": times * mesh.computed, "loading": times * mesh.samples}
+        compute, mesh = self.compute.accumulate(self.accumulation), self.mesh
+        if self.members == 1:
+            return compute
+        factors = {"forward": mesh.computed, "backward": mesh.computed, "loading": mesh.samples}
         factors |= {"update": mesh.held, "late_update": mesh.held}
         return dataclasses.replace(
-            self.compute,
-            batch_size=times * self.compute.batch_size,
-            **{name: getattr(self.compute, name).times(factor) for name, factor in factors.items()},
+            compute, **{name: getattr(compute, name).times(factor) for name, factor in factors.items()}
         )
 
     @property
@@ -486,7 +499,7 @@ class Job:
         """Iterations of an epoch, which drops the remaining samples. None if samples or batch size are not known."""
         if self.compute.samples is None or self.compute.batch_size == 0:
             return None
-        return max(1, self.compute.samples // (self.workers * self.accumulation * self.compute.batch_size))
+        return self.compute.samples // (self.workers * self.accumulated.batch_size)
 
     def cost(self, seconds: float | None) -> float | None:
         """Return the price of all ranks for this time; None if the price, or the time, is not known."""
@@ -497,7 +510,7 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
     """Return the computation of a model that was measured, possibly with another batch size.
 
     Forward and backward are interpolated linearly between the two neighbouring batch sizes, or are proportional to
-    those of the nearest one.
+    those of the nearest one; the batch is then a single micro-batch.
     Raises ``ValueError`` if the model was not measured, or several batch sizes were measured and none is given.
     """
     check_one_of("model", model, sorted({one.model for one in cluster.compute}))
@@ -515,11 +528,11 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
         if small.batch_size < batch_size < large.batch_size:
             share = (batch_size - small.batch_size) / (large.batch_size - small.batch_size)
             between = {name: getattr(small, name).towards(getattr(large, name), share) for name in WITH_BATCH}
-            return dataclasses.replace(small, batch_size=batch_size, measured=(), **between)
+            return dataclasses.replace(small, batch_size=batch_size, accumulation=1, measured=(), **between)
     near = measured[0] if batch_size < measured[0].batch_size else measured[-1]
     more = batch_size / near.batch_size
     grown = {name: getattr(near, name).times(more) for name in WITH_BATCH}
-    return dataclasses.replace(near, batch_size=batch_size, measured=(), **grown)
+    return dataclasses.replace(near, batch_size=batch_size, accumulation=1, measured=(), **grown)
 
 
 def _capped(job: Job) -> list[str]:

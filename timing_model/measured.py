@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from timing_model.checks import check_above_0, check_at_least
-from timing_model.params import CodecCost, ComputeTimes, LinkParams
+from timing_model.jitter import noise_over
+from timing_model.params import CodecCost, ComputeTimes, LinkParams, Noise
 from timing_model.presets import OVERHEAD
 
 MOST = 1e9
@@ -27,6 +28,8 @@ CONFIGURATION = ("world_size", "width", "codec", "all_reduce", "segment_bytes", 
 """Fields of a ``MeasuredIteration`` that a job has, too."""
 LINK = ("alpha", "beta", "gamma", "sync")
 """Names of the parameters of a link that are measured."""
+WITH_BATCH = ("forward", "backward", "loading")
+"""Fields of a ``ComputeProfile`` that grow with the batch."""
 BACKWARD = 2 / 3
 """Share of the backward pass in both passes, where only their sum is known."""
 
@@ -201,7 +204,10 @@ class ComputeProfile:
     model: str
     """Name of the model, as ``--model`` of training has it, or module:factory."""
     batch_size: int
-    """Batch size of one rank; 0 if it is not known, which no file may contain."""
+    """Samples of one rank in an iteration, those of all its micro-batches; 0 if that is not known, which no file may
+    contain."""
+    accumulation: int = 1
+    """Micro-batches of an iteration, whose passes, loading and variation are those of all of them together."""
     tensors: tuple[int, ...]
     """Number of values in each parameter's gradient, in the order of the forward pass."""
     samples: int | None = None
@@ -255,6 +261,33 @@ class ComputeProfile:
             compute_slowdown=Estimate.exact(0.0),
             codec_compute_slowdown=Estimate.exact(0.0),
         )
+
+    def accumulate(self, times: int) -> ComputeProfile:
+        """Return the computation of an iteration with this many times the micro-batches, and one update.
+
+        Slow micro-batches make up for fast ones, as iterations of a window do (``jitter.noise_over``).
+        """
+        if times == 1:
+            return self
+
+        def noise(persistence: float) -> Noise:
+            return noise_over(Noise(cv=self.cv, persistence=persistence), times)
+
+        return dataclasses.replace(
+            self,
+            batch_size=times * self.batch_size,
+            accumulation=times * self.accumulation,
+            measured=(),
+            cv=noise(self.persistence.value).cv,
+            persistence=Estimate(*(noise(end).persistence for end in dataclasses.astuple(self.persistence))),
+            **{name: getattr(self, name).times(times) for name in WITH_BATCH},
+        )
+
+    @property
+    def batch(self) -> str:
+        """Samples of one rank in an iteration as a short text, by micro-batches if there are several."""
+        each = self.batch_size // self.accumulation
+        return f"{self.accumulation} x {each}" if self.accumulation > 1 else f"{each}"
 
     @property
     def numel(self) -> int:

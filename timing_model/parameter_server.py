@@ -9,6 +9,16 @@ from timing_model.params import LinkParams
 PLACEMENTS = ("colocated", "dedicated")
 
 
+def check_servers(servers: int, world_size: int, placement: str) -> None:
+    """Raise ``ValueError`` unless the servers fit on the ranks, and leave one to work."""
+    check_one_of("placement", placement, PLACEMENTS)
+    most = world_size if placement == "colocated" else world_size - 1
+    if servers > most:
+        raise ValueError(
+            f"servers must be at most {most} with {world_size} ranks and placement {placement}; got {servers}"
+        )
+
+
 def parameter_server_time(
     link: LinkParams,
     nbytes: float,
@@ -51,13 +61,8 @@ def parameter_server_time(
     check_at_least("sharing", sharing, 0)
     if sharing > 1:
         raise ValueError(f"sharing must be at most 1; got {sharing}")
-    check_one_of("placement", placement, PLACEMENTS)
+    check_servers(servers, world_size, placement)
     beside = placement == "colocated"
-    most = world_size if beside else world_size - 1
-    if servers > most:
-        raise ValueError(
-            f"servers must be at most {most} with {world_size} ranks and placement {placement}; got {servers}"
-        )
     workers = world_size - 1 if beside else world_size - servers
     if workers == 0:
         return CollectiveTime(0.0, 0.0, 0.0)

@@ -52,7 +52,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
 def job_line(job: Job) -> str:
     """Return a line that describes the cluster and the model."""
     compute, link = job.compute, job.cluster.link
-    batch = f", batch of {_times(job)}{compute.batch_size} a rank" if compute.batch_size else ""
+    batch = f", batch of {job.accumulated.batch} a rank" if compute.batch_size else ""
     if job.accumulation > 1 and not compute.batch_size:
         batch = f", {job.accumulation} micro-batches an iteration"
     rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
@@ -68,10 +68,6 @@ def job_line(job: Job) -> str:
         f"{model} of {format_count(compute.numel)} parameters ({format_bytes(job.nbytes)}){batch}, "
         f"on {ranks}: {rate} {_latency(link.alpha)}"
     )
-
-
-def _times(job: Job) -> str:
-    return f"{job.accumulation} x " if job.accumulation > 1 else ""
 
 
 def _latency(alpha: Estimate) -> str:

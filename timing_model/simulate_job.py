@@ -11,6 +11,7 @@ import numpy as np
 from timing_model.advice import describe
 from timing_model.buckets import WHOLE
 from timing_model.costs import costs_of, times_of
+from timing_model.iteration import loaded
 from timing_model.jitter import noise_over
 from timing_model.job import Job, support_of
 from timing_model.plots import plot_timeline
@@ -90,9 +91,7 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
     if iterations * job.world_size > MOST_DRAWS:
         most = MOST_DRAWS // job.world_size
         raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
-    times = times_of(job, costs_of(job))
-    if job.loader_workers == 0:
-        times = times.loading_itself()
+    times, t_batch = loaded(times_of(job, costs_of(job)), job.loader_workers, job.cores_used)
     window, t_comm = times.window(job.local_steps).at_width(job.width, answer.collective.total)
     simulation = simulate_iterations(
         t_compute=window / job.local_steps,
@@ -101,6 +100,7 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
         world_size=job.workers,
         iterations=iterations,
         local_steps=job.local_steps,
+        t_batch=t_batch,
         noise=job.noise,
         seed=seed,
     )

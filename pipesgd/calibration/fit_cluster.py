@@ -251,12 +251,13 @@ def make_profile(
 
 
 def compute_profile(
-    computation: Computation, *, model: str, batch_size: int, tensors: Sequence[int], samples: int
+    computation: Computation, *, model: str, batch_size: int, accumulation: int, tensors: Sequence[int], samples: int
 ) -> ComputeProfile:
     """Return the compute profile of the model that was measured."""
     return ComputeProfile(
         model=model,
         batch_size=batch_size,
+        accumulation=accumulation,
         tensors=tuple(tensors),
         samples=samples,
         compute_slowdown=computation.compute_slowdown,

@@ -87,6 +87,7 @@ class Measured:
                 self.computation,
                 model=config.model.model,
                 batch_size=config.samples_per_rank,
+                accumulation=config.optimization.accumulation,
                 tensors=[one.numel() for one in model.parameters() if one.requires_grad],
                 samples=samples,
             ),

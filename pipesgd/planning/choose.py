@@ -41,29 +41,38 @@ Known = tuple[Profile, ComputeProfile]
 
 
 def of_file(path: Path, config: TrainConfig, tensors: Sequence[int]) -> Known:
-    """Load the cluster from a file, and the computation of this run's model on it.
+    """Load the cluster from a file, with the computation of this run's model alone: with as many micro-batches of this
+    size as were measured, or with a multiple of them.
 
     Raises:
-        UserInputError: the file cannot be read, or this model with this many samples was not measured.
+        UserInputError: the file cannot be read, or this model with micro-batches of this size was not measured.
     """
     try:
         profile = Profile.load(path)
     except ValueError as failure:
         raise UserInputError(f"cluster must be a file that pipesgd.calibrate wrote: {failure}") from None
-    model, batch_size = config.model.model, config.samples_per_rank
-    for one in profile.compute:
-        if (one.model, one.batch_size) == (model, batch_size):
-            if one.tensors != tuple(tensors):
-                raise UserInputError(
-                    f"cluster must be of the model that is trained, {model} with {sum(tensors):,} parameters; "
-                    f"got {path} with one of {one.numel:,}"
-                )
-            return profile, one
-    there = ", ".join(f"{one.model} with {one.batch_size}" for one in profile.compute) or "none"
-    raise UserInputError(
-        f"cluster must be of the model that is trained, {model} with {batch_size} samples on each rank; "
-        f"got {path} with {there}"
-    )
+    model, micro_batches = config.model.model, config.optimization.accumulation
+    near = [
+        one
+        for one in profile.compute
+        if one.model == model
+        and one.batch_size == one.accumulation * config.data.batch_size
+        and micro_batches % one.accumulation == 0
+    ]
+    if not near:
+        there = ", ".join(f"{one.model} with {one.batch}" for one in profile.compute) or "none"
+        raise UserInputError(
+            f"cluster must be of the model that is trained, {model} with {config.samples()} samples on each rank; "
+            f"got {path} with {there}"
+        )
+    nearest = max(near, key=lambda one: one.accumulation)
+    if nearest.tensors != tuple(tensors):
+        raise UserInputError(
+            f"cluster must be of the model that is trained, {model} with {sum(tensors):,} parameters; "
+            f"got {path} with one of {nearest.numel:,}"
+        )
+    compute = nearest.accumulate(micro_batches // nearest.accumulation)
+    return dataclasses.replace(profile, compute=(compute,)), compute
 
 
 class Decided(NamedTuple):
@@ -109,7 +118,7 @@ def decide(
     try:
         base = Job(
             cluster=profile,
-            compute=compute,
+            compute=dataclasses.replace(compute, samples=None),  # the run's data set may be another one
             world_size=world_size,
             rate_limit=None if limit == math.inf else limit,
             iterations=iterations,

@@ -57,7 +57,7 @@ def run(world_size: int, words: str, by_rank: list[list[str]] | None = None) -> 
 
 def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -> None:
     out, plot = tmp_path / "cluster.toml", tmp_path / "residuals.png"
-    (error, text), other = run(2, f"{SHORT} --out {out} --plot {plot}")
+    (error, text), other = run(2, f"{SHORT} --accumulation 2 --out {out} --plot {plot}")
     assert (error, other) == ("", ("", ""))
     assert f"wrote {out}\n" in text
     assert {path.name for path in tmp_path.iterdir()} == {out.name, plot.name}
@@ -71,7 +71,7 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
     assert profile.codecs.keys() == {"int8"}
     assert profile.codecs["int8"].bits == pytest.approx(8 + 32 / 1024)
     [compute] = profile.compute
-    assert (compute.model, compute.batch_size) == ("mlp", 16)
+    assert (compute.model, compute.batch) == ("mlp", "2 x 16")
     assert compute.tensors == (64 * 20, 20, 20 * 10, 10)
     assert compute.samples == 1497
     for part in (compute.forward, compute.backward, compute.update, compute.late_update, compute.loading):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.planning import choose as choose_options
-from pipesgd.planning.choose import space_of
+from pipesgd.planning.choose import decide, of_file, space_of
 from pipesgd.planning.planned import choices_of
 from tests.timing_model._profiles import MLP, PROFILE, rates
 from timing_model import LinkParams
@@ -45,6 +46,11 @@ def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
     assert "for all 100" in predicted
 
 
+def test_a_file_that_was_measured_with_a_small_data_set_holds_for_a_run_with_a_larger_one() -> None:
+    small = dataclasses.replace(MLP, samples=512)
+    assert choose(cluster(compute=small)).iteration_seconds == choose(cluster()).iteration_seconds
+
+
 def test_an_instant_link_gets_neither() -> None:
     planned = choose(cluster(INSTANT))
     assert planned.choices == {
@@ -65,6 +71,43 @@ def test_buckets_are_chosen_where_the_backward_pass_hides_much_of_the_wire() -> 
     assert planned.choices["buckets"] == "2"
     assert "--buckets 2" in planned.lines()[0]
     assert choose(cluster(INSTANT), "--width 1 --buckets auto").choices["buckets"] == "1"
+
+
+@pytest.mark.parametrize("buckets", ["1", "4"])
+def test_buckets_hide_the_wire_behind_the_last_micro_batch_alone(tmp_path: Path, buckets: str) -> None:
+    """A run predicts what the timing model does for as many micro-batches of a file, measured together or one alone."""
+    path = tmp_path / "cluster.toml"
+    config = parse(f"--width 1 --buckets {buckets} --batch-size 512 --accumulation 8".split())
+    cluster().save(path)
+    one = Profile.load(path)
+    compute = one.compute[0]
+    asked = Job(cluster=one, compute=compute, world_size=4, accumulation=8, buckets=buckets)
+    for measured in (compute, compute.accumulate(8)):
+        dataclasses.replace(one, compute=(measured,)).save(path)
+        known = of_file(path, config, MLP.tensors)
+        planned = decide(*known, config, world_size=4, iterations=100, source="a test", own=False)
+        assert planned.iteration_seconds == pytest.approx(predict(asked).iteration.total, rel=1e-12)
+
+
+@pytest.mark.parametrize(("micro_batches", "times"), [(1, 1), (3, 3), (4, 1), (8, 2)])
+def test_a_file_holds_for_multiples_of_the_micro_batches_it_was_measured_with(
+    tmp_path: Path, micro_batches: int, times: int
+) -> None:
+    path = tmp_path / "cluster.toml"
+    alone, four = (dataclasses.replace(MLP, batch_size=16 * n, accumulation=n) for n in (1, 4))
+    dataclasses.replace(PROFILE, compute=(alone, four)).save(path)
+    config = parse(f"--batch-size 16 --accumulation {micro_batches}".split())
+    profile, compute = of_file(path, config, MLP.tensors)
+    assert compute == (four if micro_batches % 4 == 0 else alone).accumulate(times)
+    assert profile == dataclasses.replace(PROFILE, compute=(compute,))
+
+
+@pytest.mark.parametrize(("words", "asked"), [("64", "64"), ("16", "16"), ("16 --accumulation 6", "6 x 16")])
+def test_a_file_with_other_micro_batches_is_refused(tmp_path: Path, words: str, asked: str) -> None:
+    path = tmp_path / "cluster.toml"
+    dataclasses.replace(PROFILE, compute=(dataclasses.replace(MLP, batch_size=64, accumulation=4),)).save(path)
+    with pytest.raises(UserInputError, match=f"mlp with {asked} samples on each rank; got .* with mlp with 4 x 16$"):
+        of_file(path, parse(f"--batch-size {words}".split()), MLP.tensors)
 
 
 def test_a_codec_that_costs_more_than_the_wire_is_not_chosen() -> None:

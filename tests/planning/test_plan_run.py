@@ -352,9 +352,9 @@ def _file(tmp_path: Path, name: str) -> Path:
         ),
         (
             "cluster.toml",
-            "--batch-size 16 --accumulation 2",
-            "rank 0: cluster must be of the model that is trained, mlp with 32 samples on each rank; got {} with mlp "
-            "with 16",
+            "--batch-size 8 --accumulation 2",
+            "rank 0: cluster must be of the model that is trained, mlp with 2 x 8 samples on each rank; got {} with "
+            "mlp with 16",
         ),
         (
             "cluster.toml",

@@ -22,13 +22,15 @@ NUMEL = 1_000_000
 SPACE = Space(codecs=("fp32",), all_reduces=("ring",), segments=(1 << 30,), strategies=("pipelined",))
 
 
-def job_of(ratio: float, *, alpha: float = 0.0, tensors: tuple[int, ...] = (NUMEL,), **options: Any) -> Job:
+def job_of(
+    ratio: float, *, alpha: float = 0.0, tensors: tuple[int, ...] = (NUMEL,), samples: int = 400_000, **options: Any
+) -> Job:
     """Return a job on 4 ranks whose fp32 ring takes ``ratio`` times as long as its computation of 1 s.
 
     ``tensors`` have ``NUMEL`` values together.
     """
     link = LinkParams(alpha=alpha, beta=ratio / (2 * 3 / 4 * 4 * NUMEL), gamma=0.0, sync=0.0)
-    work = dataclasses.replace(compute(1.0, NUMEL, batch_size=10, samples=400_000), tensors=tensors)
+    work = dataclasses.replace(compute(1.0, NUMEL, batch_size=10, samples=samples), tensors=tensors)
     return Job(cluster=by_hand(link), compute=work, **{"world_size": 4} | options)
 
 
@@ -52,6 +54,14 @@ def test_a_plan_says_what_accumulation_gains_and_costs() -> None:
     assert accumulated.job.iterations_per_epoch == 400_000 // (4 * 3 * 10)
 
 
+def test_no_batch_is_larger_than_the_data_set() -> None:
+    for samples, advised in ((119, False), (120, True)):  # 4 ranks, 3 micro-batches of 10
+        job = job_of(2.5)
+        job = dataclasses.replace(job, compute=dataclasses.replace(job.compute, samples=samples))
+        assert any("--accumulation 3" in one for one in alternatives(plan(job, SPACE), SPACE)) == advised
+        assert [one.world_size for one in epochs(job, SPACE)] == [1, 2, 4, 8]
+
+
 def test_a_network_that_no_accumulation_hides_is_called_too_slow() -> None:
     [said, *_] = alternatives(plan(job_of(1000.0), SPACE), SPACE)
     assert said.startswith("Communication takes 1,000 times as long as computation, which --accumulation 64 would not")
@@ -70,9 +80,12 @@ def test_micro_batches_that_are_named_are_those_that_were_tried_and_a_job_may_ha
     ratio: float, accumulation: int, says: str
 ) -> None:
     """An accumulated iteration computes for as many seconds as it has micro-batches."""
-    [said, *_] = alternatives(plan(job_of(ratio * accumulation, accumulation=accumulation), SPACE), SPACE)
+    enough = 4 * 10 << 16
+    job = job_of(ratio * accumulation, accumulation=accumulation, samples=enough)
+    [said, *_] = alternatives(plan(job, SPACE), SPACE)
     assert says in said
-    assert job_of(1.0, accumulation=int(re.findall("--accumulation ([0-9]+)", said)[0])).accumulation <= 1 << 16
+    named = int(re.findall("--accumulation ([0-9]+)", said)[0])
+    assert job_of(1.0, accumulation=named, samples=enough).accumulation <= 1 << 16
 
 
 def test_hidden_communication_needs_no_accumulation() -> None:

@@ -11,7 +11,8 @@ from tests.timing_model._profiles import MLP, PROFILE, ask
 from timing_model.advice import describe, training_arguments
 from timing_model.buckets import Cut, completed
 from timing_model.choices import Space
-from timing_model.costs import buckets_of, costs_of, iteration_time
+from timing_model.costs import Buckets, buckets_of, collective_time, costs_of, iteration_time
+from timing_model.iteration import ddp_buckets
 from timing_model.job import Job
 from timing_model.measured import ComputeProfile, Estimate
 from timing_model.plan import plan
@@ -25,12 +26,12 @@ def _job(**options: Any) -> Job:
     return ask(**{"compute": EIGHT, "width": 1} | options)
 
 
-def _by_hand(job: Job) -> float:
+def _by_hand(job: Job, buckets: Buckets) -> float:
     """Return the time of an iteration without jitter and slowdown: the wire takes one bucket after the other."""
     times, now = costs_of(job).times, 0.0
     passes = job.accumulation * 0.3
     last = 0.2  # the backward pass of the last micro-batch
-    for share, collective in buckets_of(job, costs_of(job)):
+    for share, collective in buckets:
         now = max(now, passes - last + share * last) + collective.total
     return max(now, passes) + times.update
 
@@ -40,12 +41,26 @@ def _by_hand(job: Job) -> float:
 def test_an_iteration_takes_what_a_clock_says(buckets: str, accumulation: int) -> None:
     job = _job(buckets=buckets, accumulation=accumulation)
     iteration, collective = iteration_time(job, costs_of(job))
-    assert iteration.total == pytest.approx(_by_hand(job), rel=1e-12)
+    assert iteration.total == pytest.approx(_by_hand(job, buckets_of(job, costs_of(job))), rel=1e-12)
     parts = (iteration.compute, iteration.wire, iteration.codec, iteration.jitter, iteration.loading)
     assert sum(parts) == pytest.approx(iteration.total, rel=1e-12)
     whole, _ = iteration_time(dataclasses.replace(job, buckets="1"), costs_of(job))
     assert max(iteration.compute, collective.total) <= iteration.total < whole.total
     assert whole.total - iteration.total <= 0.2, "no more than the backward pass can be hidden"
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_buckets_of_ddp_leave_in_the_last_micro_batch(accumulation: int) -> None:
+    large = dataclasses.replace(EIGHT, tensors=(5_000_000,) * 8)
+    job = _job(compute=large, strategy="ddp", all_reduce="native", accumulation=accumulation)
+    costs = costs_of(job)
+    buckets = [
+        (share, collective_time(job, costs, nbytes / 4))
+        for share, nbytes in ddp_buckets([4 * numel for numel in large.tensors])
+    ]
+    iteration, collective = iteration_time(job, costs)
+    assert iteration.total == pytest.approx(_by_hand(job, buckets), rel=1e-12)
+    assert iteration.wire >= collective.total - 0.2, "no more than one backward pass can be hidden"
 
 
 def test_the_last_bucket_is_handed_over_as_a_whole_gradient_is() -> None:

@@ -284,6 +284,11 @@ BAD = {
     f"predict {HAND} --compute 1e300s": "compute must be from 0 to 1e+18; got '1e300s'",
     f"predict {HAND} --accumulation 0": "accumulation must be a whole number of at least 1; got '0'",
     f"predict {HAND} --accumulation 65537": "accumulation must be at most 65536; got 65537",
+    f"predict {HAND} --batch-size 64 --samples 511 --accumulation 2 --epochs 10 --price 1/h": (
+        "samples must be at least 512, a batch of 2 x 64 for each of 4 ranks; got 511"
+    ),
+    f"predict {HAND} --batch-size 64 --samples 9 --epochs 1 --strategy ps-sync --server-placement dedicated "
+    "--servers 4": "servers must be at most 3 with 4 ranks and placement dedicated; got 4",
     f"predict {HAND} --price 1.20": "price must have a unit such as 1.20/h; got '1.20' (did you mean 1.20/h?)",
     f"predict {HAND} --price $1.20/h": "price must be a number with a unit such as 1.20/h; got '$1.20/h'",
     f"predict {HAND} --price 1.20/month": "price must have a unit such as 1.20/h; got '1.20/month'",

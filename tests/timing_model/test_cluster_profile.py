@@ -31,6 +31,9 @@ def test_what_is_saved_comes_back(path: Path) -> None:
     corrected = dataclasses.replace(PROFILE, link=dataclasses.replace(PROFILE.link, corrections=CORRECTIONS))
     corrected.save(path)
     assert Profile.load(path) == corrected
+    accumulated = dataclasses.replace(PROFILE, compute=(MLP.accumulate(4),))
+    accumulated.save(path)
+    assert Profile.load(path) == accumulated
     bare = dataclasses.replace(PROFILE, links={}, codecs={}, sharing=None, compute=(), provenance={})
     bare.save(path)
     assert Profile.load(path) == bare
@@ -147,6 +150,7 @@ def test_nonsense_is_named(path: Path, what: str, by: str, message: str) -> None
 
 
 def test_a_file_from_before_something_was_measured_is_read(path: Path) -> None:
+    assert "accumulation" not in path.read_text()
     text = re.sub(r"^(persistence|comm_cv) = .*\n", "", path.read_text(), flags=re.MULTILINE)
     path.write_text(text)
     loaded = Profile.load(path)

@@ -129,7 +129,7 @@ def test_loading_grows_with_the_batch_and_is_kept_in_the_file(tmp_path: Path) ->
     ("recorded", "words", "measured"),
     [
         (2, "--loader-workers 2", True),
-        (2, "--loader-workers 2 --samples 100", True),
+        (2, "--loader-workers 2 --samples 5000", True),
         (2, "--loader-workers 2 --loading 5s", False),
         (2, "", False),
         (0, "", True),
@@ -162,10 +162,12 @@ def test_a_measured_time_is_that_of_jobs_which_load_as_it_did(
     assert (answer["support"] == "measured") == (answer["iteration_seconds"]["total"] == 9.0) == measured
 
 
-def test_simulated_iterations_of_ranks_that_load_their_batches_agree_with_the_formula() -> None:
+@pytest.mark.parametrize("options", [{"width": 2}, {"width": 1, "local_steps": 4}, {"width": 2, "accumulation": 3}])
+@pytest.mark.parametrize(("cluster", "workers"), [(FREE, 0), (FREE, 1), (FREE, 3), (FREE, 90), (PROFILE, 3)])
+def test_simulated_iterations_agree_with_the_formula(cluster: Profile, workers: int, options: dict[str, int]) -> None:
     none = Estimate.exact(0.0)
     calm = dataclasses.replace(MLP, loading=Estimate.exact(2.0), cv=0.0, comm_cv=none, slow_ranks=())
-    job = ask(cluster=FREE, compute=calm, width=2, iterations=50)
+    job = ask(cluster=cluster, compute=calm, loader_workers=workers, iterations=48, **options)
     assert simulate_job(job).period == pytest.approx(predict(job).iteration.total, rel=1e-6)
 
 

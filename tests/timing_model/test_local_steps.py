@@ -27,6 +27,7 @@ from timing_model.alternatives import COARSER, alternatives, hiding_steps
 from timing_model.cli import main
 from timing_model.fragments import MOST_LOCAL_STEPS, in_windows
 from timing_model.iteration import job_time, local_steps_iteration_time
+from timing_model.measured import Estimate
 from timing_model.plan import plan
 from timing_model.predict import predict
 from timing_model.simulate_job import simulate_job
@@ -101,6 +102,25 @@ def test_with_noise_it_is_as_near_to_the_simulator_as_a_pipeline(width: int, ste
                 times, collective, width, steps, world_size=world_size, noise=noise
             ).total
             assert predicted == pytest.approx(simulated.period, rel=0.03)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_micro_batches_average_jitter_as_local_steps_without_updates_do(width: int) -> None:
+    no_update = {"update": Estimate.exact(0.0), "late_update": Estimate.exact(0.0)}
+    compute = dataclasses.replace(MLP, samples=None, cv=0.4, **no_update)
+    accumulated, window = (
+        ask(compute=compute, width=width, world_size=8, **{name: 16}) for name in ("accumulation", "local_steps")
+    )
+    expected = predict(window, extrapolate=True).iteration.times(16)
+    assert predict(accumulated, extrapolate=True).iteration == pytest.approx(expected, rel=1e-9)
+    simulated = simulate_job(window, extrapolate=True).period  # draws every iteration
+    assert simulate_job(accumulated, extrapolate=True).period == pytest.approx(16 * simulated, rel=0.02)
+
+
+def test_the_cv_of_a_file_is_that_of_its_micro_batches_together() -> None:
+    compute = dataclasses.replace(MLP, cv=0.1, accumulation=4, persistence=Estimate.exact(0.0))
+    assert ask(compute=compute).noise.cv == 0.1
+    assert ask(compute=compute, accumulation=4).noise.cv == pytest.approx(0.05)
 
 
 def test_an_answer_is_of_the_mean_iteration() -> None:

@@ -388,6 +388,9 @@ def test_other_batch_sizes() -> None:
     assert compute_of(cluster, "mlp", 2048).forward.value == pytest.approx(0.06)
     assert compute_of(cluster, "mlp", 256).forward.value == pytest.approx(0.01)
     assert compute_of(PROFILE, "mlp") is MLP
+    four = dataclasses.replace(PROFILE, compute=(dataclasses.replace(MLP, accumulation=4),))
+    assert compute_of(four, "mlp", 512).batch == "4 x 128"
+    assert compute_of(four, "mlp", 128).accumulate(4).forward == MLP.forward, "a batch of 128 is one of them"
     with pytest.raises(ValueError, match="batch_size must be given, since 512, 1024 were measured of mlp; got none"):
         compute_of(cluster, "mlp")
     with pytest.raises(ValueError, match="model must be one of mlp; got resnet18"):
@@ -450,10 +453,11 @@ def test_numbers_of_ranks_whose_messages_would_take_too_long_are_told_from_those
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], got: int, must: str, accepted: tuple[int, ...]
 ) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    compute = dataclasses.replace(MLP, samples=None)
     with pytest.raises(ValueError, match=rf"^world_size must be {must}, with .*; got {got}$"):
-        ask(world_size=got, **options)
+        ask(world_size=got, compute=compute, **options)
     for one in accepted:
-        assert ask(world_size=one, **options).world_size == one
+        assert ask(world_size=one, compute=compute, **options).world_size == one
 
 
 def test_a_link_inside_nodes() -> None:
