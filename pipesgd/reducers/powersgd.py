@@ -124,9 +124,11 @@ class PowerSgdReducer:
         return [self._residuals, self._right]
 
     def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
-        if not self._ready:
+        if not self._right.numel():  # no matrix has any state
+            self._ready = False
             return
         [before], [after] = old, new
+        self.state(FlatBuffer(before))  # loaded state is laid out in the first sum
         known = {id(before[matrix.index]): matrix for matrix in self._matrices}
         self._right = torch.empty(0)
         self._make_room(FlatBuffer(after))
