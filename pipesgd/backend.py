@@ -34,7 +34,7 @@ from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import TorchTransport
 from pipesgd.errors import DeadlineExceeded, UserInputError
-from pipesgd.flat_buffer import take_mean
+from pipesgd.flat_buffer import are_finite, take_mean
 from pipesgd.functions import OWN, kind
 from pipesgd.membership.heartbeat import Standing
 from pipesgd.pipeline.sameness import check_same_settings, plain
@@ -249,6 +249,8 @@ class _LargeSums:
         residual = self._residuals.of(tensor) if self._options.codec_options.gives_back else None
         finish = partial(take_mean, world_size=self._world_size) if mean else no_op
         self._all_reduce(values, residual, key, finish)
+        if residual is not None and not are_finite([values]):  # a GradScaler leaves out such a gradient
+            residual.zero_()
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values.view_as(tensor))
 

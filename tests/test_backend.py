@@ -335,6 +335,25 @@ def test_what_encodings_leave_out_of_the_same_memory_comes_later() -> None:
     assert missing.norm() > 1  # so the equation says something
 
 
+def _after_a_nan(ranks: Ranks) -> float:
+    """Return the largest value of a sum that follows one of large values and a NaN in the same memory."""
+    join(ranks, BackendOptions(codec="int4", least_bytes=SMALL))
+    tensor = torch.empty(NUMEL)
+    for large in (False, False, True, False):
+        torch.linspace(-1, 1, NUMEL, out=tensor).mul_(1e3 if large else 1e-3)
+        if large and ranks.rank == 1:
+            tensor[7] = torch.nan
+        dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return float(tensor.abs().max())
+
+
+@pytest.mark.slow
+def test_nothing_of_a_sum_that_is_not_finite_comes_later() -> None:
+    for largest in run_ranks(2, _after_a_nan, process_group=False):
+        assert largest < 2.4e-3
+
+
 def _new_memory(ranks: Ranks) -> list[bool]:
     """Return whether each sum of a new tensor, often at a former one's address, is what it is without a past."""
     join(ranks, BackendOptions(codec="int4", least_bytes=SMALL))

@@ -1047,6 +1047,38 @@ def test_what_a_codec_leaves_out_of_a_bucket_is_in_its_residual() -> None:
         assert with_residuals < 1e-5 < without
 
 
+class Products(nn.Module):
+    """Two weights, whose gradients are the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(2000) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        products: Tensor = sum((weight * own).sum() for weight, own in zip(self.weights, inputs, strict=True))  # type: ignore[assignment]
+        return products
+
+
+def _after_a_nan(ranks: Ranks, bad: int) -> list[float]:
+    """Return the largest value of each gradient after one of large values, among which weight ``bad`` has a NaN."""
+    model = DistributedDataParallel(Products(), bucket_cap_mb=0.001)
+    with compress(model, "int4"):
+        for large in (False, False, True, False):
+            inputs = torch.linspace(-1, 1, 4000).view(2, 2000) * (1e3 if large else 1e-3)
+            if large and ranks.rank == 1:
+                inputs[bad, 7] = torch.nan
+            model.zero_grad()
+            model(inputs).backward()
+    return [float(parameter.grad.abs().max()) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_nothing_of_gradients_that_are_not_finite_is_in_later_ones_of_a_compressed_program(bad: int) -> None:
+    """A ``GradScaler`` has left them out. Both weights have a bucket of their own."""
+    for largest in run_ranks(2, _after_a_nan, bad):
+        assert max(largest) < 1.2e-3
+
+
 def _resumed(ranks: Ranks) -> tuple[Weights, Weights, int]:
     whole, resumed = (by_compressed(ranks, "int4", interrupted) for interrupted in (False, True))
     return whole, resumed, ranks.rank

@@ -21,7 +21,8 @@ def rank_memory(job: Job) -> float | None:
     is ``job.optimizer_state``, and z is 1 for a codec that keeps a residual, otherwise 0. These are the weights, the
     optimizer's state, gradients on their way and the one that the backward pass computes, and in a pipeline what its
     prediction needs if it takes steps of a copy of the optimizer: the most of what docs/method.md lists. Weights that
-    FSDP2 has gathered are left out, too. Parameter servers and local steps are not known.
+    FSDP2 has gathered, and a second residual with ``--on-nonfinite skip``, are left out, too.
+    Parameter servers and local steps are not known.
 
     >>> from timing_model.options import computation_of
     >>> from timing_model.cluster_profile import Calibrated, LinkProfile, Profile

@@ -25,7 +25,7 @@ from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import check_model, done, register_comm_hook
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.flat_buffer import FlatBuffer, all_finite
 from pipesgd.functions import OWN, kind
 from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.pipeline_config import check_messages
@@ -131,6 +131,8 @@ class CompressedBuckets:
         self._residuals: dict[int, Tensor] = {}
         """Residuals of parameters, by their ids, that wait for a reducer."""
         self._sums: list[concurrent.futures.Future[Span]] = []
+        self._finite = True
+        """False once a mean of this backward pass was not finite, on all ranks alike; unknown without residuals."""
         self._wire_bytes = 0
         try:
             self._codec = compiled_codec(options, self._ranks, device.type)
@@ -150,6 +152,8 @@ class CompressedBuckets:
         def reduce() -> Span:
             begin = time.perf_counter()
             mean_over_ranks(reducer, buffer, iteration, self._ranks.world_size)
+            if self._options.gives_back:
+                self._finite = self._finite and all_finite(buffer)
             return Span("communication", iteration, begin, time.perf_counter())
 
         self._sums.append(self._thread.submit(functools.partial(self._connections.run, "step", iteration, reduce)))
@@ -205,6 +209,10 @@ class CompressedBuckets:
         wait = Span("wait", self.iteration, begin, time.perf_counter())
         self.report = StepReport(applied=(self.iteration,), spans=(*spans, wait), wire_bytes=self._wire_bytes)
         self._wire_bytes = 0
+        if not self._finite:  # a GradScaler will leave the update out, and nothing of it may come later
+            for _, reducer in self._reducers.values():
+                reducer.load_state_dict({"residuals": []})
+            self._finite = True
         self.iteration += 1
 
     def _reducer_of(self, bucket: GradBucket) -> DenseReducer:

@@ -291,7 +291,14 @@ class Pipelined(Strategy):
             connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
             if connected is None:
                 connected = Connections(all_reduce, self._ranks, **wanted)
-            self._summing.start(connected, options, buckets=len(self._cut.indices), reduce=reduce, seed=seed)
+            self._summing.start(
+                connected,
+                options,
+                buckets=len(self._cut.indices),
+                reduce=reduce,
+                seed=seed,
+                skips=self._skip_nonfinite,
+            )
             if init_sync:
                 self._replica.share(model)
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_in("Pipelined"))
@@ -693,9 +700,8 @@ class Pipelined(Strategy):
 
     def _begin(self, cut: Cut) -> None:
         """Exchange the buckets of ``cut`` from now on. Nothing is in flight."""
-        self._summing.reducer.rearrange(self._cut.whole_buckets, cut.whole_buckets)
+        self._summing.rearrange(self._cut, cut)
         self._cut = cut
-        self._summing.connections.begin_buckets(len(cut.indices))
         self._factor_hooks.follow(cut.exchanges.by_factors())  # before the hooks that let buckets leave
         self._leaving.remove()
         self._leaving = self._watch()

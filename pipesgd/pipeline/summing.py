@@ -15,10 +15,11 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, all_finite, finite_norm
+from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.in_flight import Outgoing, Reduction
 from pipesgd.pipeline.islands import Replica
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.base import as_real, mean_over_ranks
+from pipesgd.reducers.base import Undo, as_real, mean_over_ranks
 from pipesgd.reducers.factors import FactorsReducer
 from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
 from pipesgd.replicas import sum_buffer
@@ -56,10 +57,13 @@ class Summing:
         """End all waits when another rank is lost, from now until ``stop_watching``."""
         self._stop_watching = self._ranks.watch(self.thread.fail)
 
-    def start(self, connections: Connections, options: CodecOptions, *, buckets: int, reduce: str, seed: int) -> None:
+    def start(
+        self, connections: Connections, options: CodecOptions, *, buckets: int, reduce: str, seed: int, skips: bool
+    ) -> None:
         """Make what sums this number of ``buckets``: whole gradients with the codec of these ``options``. Collective.
 
-        The ``connections`` are closed with this.
+        The ``connections`` are closed with this. With ``skips``, a gradient whose mean is not finite is to be left out:
+        nothing of it stays in the state of the sums, of which copies are kept for that.
 
         Raises:
             CommunicationError: a rank was lost.
@@ -70,8 +74,16 @@ class Summing:
         self._replica.connect()
         self.exact = self.connections.all_reduce()
         self.reducer = make_reducer(options, self.connections, device=self._device.type, seed=seed)
+        self._skips = skips
+        self._undo = Undo()
         kinds = [kind for kind in GATHERING if reduce in (kind, "auto")]
         self._gathering = {kind: make_gathering_reducer(kind, self.connections) for kind in kinds}
+
+    def rearrange(self, old: Cut, new: Cut) -> None:
+        """Sum the buckets of the cut ``new`` from now on, and no longer those of ``old``. Nothing is in flight."""
+        self.reducer.rearrange(old.whole_buckets, new.whole_buckets)
+        self.connections.begin_buckets(len(new.indices))
+        self._undo = Undo()
 
     def meet(self, call: str, iteration: int, job: Callable[[], T]) -> Future[T]:
         """Have the thread do ``job`` after sending a header that says that this rank is at ``call``."""
@@ -125,6 +137,7 @@ class Summing:
             finite, norm = self._replica.finite_norm(
                 len(of_finite) == len(outgoing.norms), norm_of_mean, outgoing.buffer.views, agree
             )
+            self._undo.end(put_back=not finite)  # before the next gradient, which the ranks sum after this one
             comparison = compare()
         return Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
 
@@ -139,6 +152,8 @@ class Summing:
         gathering = self._gathering.get(exchange)
         if isinstance(gathering, FactorsReducer):
             gathering.factors, outgoing.factors = outgoing.factors, []  # which the gradient in flight would keep
+        elif gathering is None and self._skips:
+            self._undo.keep(number, self.reducer.state(bucket))
         world_size = self._ranks.world_size
         mean_over_ranks(gathering or self.reducer, bucket, outgoing.iteration, world_size, look)
         if gathering is not None:

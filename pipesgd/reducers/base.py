@@ -41,6 +41,9 @@ class Reducer(Sum, Protocol):
         Headers of the network are not counted. This may be called while the communication thread sums.
         """
 
+    def state(self, buffer: FlatBuffer) -> list[Tensor]:
+        """Return the tensors, not copies, that a ``sum`` of a buffer like this one changes besides the buffer."""
+
     def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
         """Switch from buffers of the parameters ``old`` to buffers of ``new``, both given bucket by bucket.
 
@@ -68,6 +71,37 @@ def mean_over_ranks(
         if flat.dtype == torch.float16:  # their sum overflows earlier than that of longer floats
             take_mean(flat, world_size)
     reducer.sum(buffer, iteration, finish)
+
+
+class Undo:
+    """Copies of the state that the sums of a gradient change, to put it back if that gradient is left out.
+
+    They are in memory that is used again for the next gradient, as large as the state.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, list[Tensor]] = {}  # by number of the bucket
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def keep(self, number: int, state: list[Tensor]) -> None:
+        """Copy the ``state`` that the sum of bucket ``number`` is about to change: the same tensors for each gradient,
+        or others of their sizes."""
+        if number not in self._copies:
+            self._copies[number] = [torch.empty_like(tensor) for tensor in state]
+        _copy_all(self._copies[number], state)
+        self._kept[number] = state
+
+    def end(self, *, put_back: bool) -> None:
+        """Put back all that was kept since the last ``end``, or leave it as the sums have left it."""
+        if put_back:
+            for number, state in self._kept.items():
+                _copy_all(state, self._copies[number])
+        self._kept.clear()
+
+
+def _copy_all(targets: list[Tensor], origins: list[Tensor]) -> None:
+    for target, origin in zip(targets, origins, strict=True):
+        target.copy_(origin)
 
 
 class Float32Places:

@@ -39,12 +39,11 @@ class DenseReducer:
         self._places = Float32Places()
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
+        self.state(buffer)  # makes residuals, if there are none
         for number, flat in enumerate(buffer.flats, buffer.first):
             own = self._float32(number, flat)
             if own is not flat:
                 own.copy_(as_real(flat))
-            if self._error_feedback and number not in self._residuals:
-                self._residuals[number] = torch.zeros_like(own)
             key = mixed(self._seed, iteration, number)
             self._all_reduce(own, self._residuals.get(number), key, finish if own is flat else no_op)
             if own is not flat:
@@ -54,6 +53,14 @@ class DenseReducer:
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         flats = enumerate(buffer.flats, buffer.first)
         return sum(self._all_reduce.wire_bytes(self._float32(number, flat)) for number, flat in flats)
+
+    def state(self, buffer: FlatBuffer) -> list[Tensor]:
+        if not self._error_feedback:
+            return []
+        flats = dict(enumerate(buffer.flats, buffer.first))
+        for number in flats.keys() - self._residuals.keys():
+            self._residuals[number] = torch.zeros_like(self._float32(number, flats[number]))
+        return [self._residuals[number] for number in flats]
 
     def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
         if self._residuals:

@@ -80,8 +80,7 @@ class PowerSgdReducer:
             finish(flat)
 
     def _sum(self, buffer: FlatBuffer) -> None:
-        if not self._ready:
-            self._make_room(buffer)
+        self.state(buffer)  # makes room, if there is none
         # 1. and 2.
         for matrix in self._matrices:
             matrix.residual.add_(_as_matrix(buffer, matrix))
@@ -119,10 +118,17 @@ class PowerSgdReducer:
         device = buffer.flats[0].device
         return sum(self._all_reduce.wire_bytes(torch.empty(numel, device=device)) for numel in (lefts, rights))
 
+    def state(self, buffer: FlatBuffer) -> list[Tensor]:
+        if self._world_size > 1 and not self._ready:
+            self._make_room(buffer)
+        return [self._residuals, self._right]
+
     def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
-        if not self._ready:
+        if not self._right.numel():  # no matrix has any state
+            self._ready = False
             return
         [before], [after] = old, new
+        self.state(FlatBuffer(before))  # loaded state is laid out in the first sum
         known = {id(before[matrix.index]): matrix for matrix in self._matrices}
         self._right = torch.empty(0)
         self._make_room(FlatBuffer(after))

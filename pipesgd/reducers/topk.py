@@ -72,10 +72,7 @@ class TopKReducer:
         self._message = torch.empty(0, dtype=torch.int32)
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
-        if not self._residuals:
-            self._residuals = [torch.zeros_like(as_real(flat), dtype=torch.float32) for flat in buffer.flats]
-        if self._momentum and not self._velocities:
-            self._velocities = [torch.zeros_like(residual) for residual in self._residuals]
+        self.state(buffer)  # makes it, if there is none
         counts = self._counts(buffer, iteration)
         message = self._message_of(NUMBERS_PER_VALUE * sum(counts), self._residuals[0].device)
         for number, (indices, values) in enumerate(_parts(message[self._rank], counts)):
@@ -93,6 +90,13 @@ class TopKReducer:
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         return 4 * NUMBERS_PER_VALUE * sum(self._counts(buffer, iteration)) * (self._world_size - 1)
+
+    def state(self, buffer: FlatBuffer) -> list[Tensor]:
+        if not self._residuals:
+            self._residuals = [torch.zeros_like(as_real(flat), dtype=torch.float32) for flat in buffer.flats]
+        if self._momentum and not self._velocities:
+            self._velocities = [torch.zeros_like(residual) for residual in self._residuals]
+        return [*self._residuals, *self._velocities]
 
     def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
         self._residuals = rearranged(self._residuals, old, new) if self._residuals else []
