@@ -660,6 +660,8 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["hook"] = refusal(lambda: attach(hooked, make_optimizer("sgd", hooked)))
     found["hook, compressed"] = refusal(lambda: compress(hooked))
     model = ddp()
+    shortened = DistributedDataParallel(nn.Embedding(5, 2, max_norm=0.5))
+    found["max_norm"] = refusal(lambda: start(shortened))
     found["part"] = refusal(lambda: attach(model, make_optimizer("sgd", model.module.last)))
     found["guard"] = refusal(lambda: attach(model, make_optimizer("sgd", model), guard=True))
     found["buffers of local steps"] = refusal(lambda: start(model, local_steps=2))
@@ -718,6 +720,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "no DDP": "ddp_model must be a DistributedDataParallel; got Model",
             "hook": "ddp_model must have no communication hook; got one with allreduce_hook",
             "hook, compressed": "ddp_model must have no communication hook; got one with allreduce_hook",
+            "max_norm": "max_norm must be None in an embedding that is trained, since each rank's forward passes would "
+            "shorten other rows of its weights; got 0.5 in module",
             "part": "optimizer must hold all parameters of ddp_model that require a gradient; got one without "
             "first.weight (8 of 10 are missing)",
             "guard": "guard must be left out, since a loop with DistributedDataParallel has its own steps; got True",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.pipeline.local_steps import LocalSteps
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_reducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
@@ -36,6 +39,19 @@ def test_what_would_fail_or_mislead_later_is_refused_at_once(options: dict[str, 
     with pytest.raises(UserInputError) as refused:
         Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), **options)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("strategy", [Pipelined, partial(LocalSteps, local_steps=2)])
+def test_trained_embeddings_whose_rows_a_forward_pass_shortens_are_refused(
+    make: Callable[..., nn.Module], strategy: Callable[..., Pipelined | LocalSteps]
+) -> None:
+    model = nn.Sequential(make(5, 2, max_norm=0.5), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserInputError, match=r"^max_norm must be None in an embedding .*; got 0\.5 in 0$"):
+        strategy(model, optimizer)
+    model[0].requires_grad_(False)
+    strategy(model, optimizer).close()
 
 
 def test_topk_refuses_more_values_than_its_indices_can_count() -> None:
