@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from _differences import Differences
 from _ranks import run_ranks
 from torch import Tensor, nn
 
@@ -52,6 +54,34 @@ def test_trained_embeddings_whose_rows_a_forward_pass_shortens_are_refused(
         strategy(model, optimizer)
     model[0].requires_grad_(False)
     strategy(model, optimizer).close()
+
+
+def _weights_by_differences(make: Callable[..., Pipelined | LocalSteps], *, clones: bool) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    with make(model, Differences(model.parameters(), clones=clones)) as pipeline:
+        for iteration in range(5):
+            model(torch.full((1, 2), 1.0 + iteration)).square().sum().backward()
+            pipeline.step()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("options", [{"width": 1}, {"prediction": "none"}, {"prediction": "eager"}])
+def test_an_optimizer_that_keeps_gradients_must_clone_them(options: dict[str, Any]) -> None:
+    assert _weights_by_differences(partial(Pipelined, **options), clones=True).isfinite().all()
+    with (
+        pytest.warns(RuntimeWarning, match="gradients in flight are dropped")
+        if options != {"width": 1}
+        else nullcontext(),
+        pytest.raises(UserInputError, match=r"^optimizer must clone what it keeps .*; got Differences, which"),
+    ):
+        _weights_by_differences(partial(Pipelined, **options), clones=False)
+
+
+def test_an_optimizer_may_keep_the_gradients_of_local_steps() -> None:
+    make = partial(LocalSteps, local_steps=2)
+    kept, cloned = (_weights_by_differences(make, clones=clones) for clones in (False, True))
+    assert torch.equal(kept, cloned)
 
 
 def test_topk_refuses_more_values_than_its_indices_can_count() -> None:
