@@ -14,13 +14,15 @@ from _ranks import run_ranks
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.options import CODECS, CodecOptions
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.pipeline.local_steps import LocalSteps
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_reducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
+from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +84,43 @@ def test_an_optimizer_may_keep_the_gradients_of_local_steps() -> None:
     make = partial(LocalSteps, local_steps=2)
     kept, cloned = (_weights_by_differences(make, clones=clones) for clones in (False, True))
     assert torch.equal(kept, cloned)
+
+
+class Half(OwnCodec):
+    """A codec of the user's own."""
+
+    def wire_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def compress(self, values: Tensor, wire: Tensor, key: int) -> None:
+        wire.view(torch.float16).copy_(values)
+
+    def decompress(self, wire: Tensor, values: Tensor) -> None:
+        values.copy_(wire.view(torch.float16))
+
+
+def _under_default_dtypes(ranks: Ranks, codec: str) -> list[tuple[str, int]]:
+    """Return the hash of the weights and the bytes of a step under each of torch's default dtypes, float32 first."""
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 20)
+        torch.set_default_dtype(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Pipelined(model, optimizer, codec=Half() if codec == "own" else codec, ranks=ranks) as pipeline:
+            for iteration in range(3):
+                numbers = torch.Generator().manual_seed(10 * iteration + ranks.rank)
+                model(torch.randn(4, 30, generator=numbers, dtype=torch.float32)).square().mean().backward()
+                report = pipeline.step()
+        torch.set_default_dtype(torch.float32)
+        found.append((weights_sha256(model), report.wire_bytes))
+    return found
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "own"])
+def test_torchs_default_dtype_changes_no_bit(codec: str) -> None:
+    for found in run_ranks(2, _under_default_dtypes, codec):
+        assert found == [found[0]] * 3
 
 
 def test_topk_refuses_more_values_than_its_indices_can_count() -> None:
