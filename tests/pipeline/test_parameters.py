@@ -26,6 +26,8 @@ from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow
 
+INTEGERS = (torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -147,6 +149,20 @@ def _buffers_of_8_bits(ranks: Ranks) -> list[float]:
 
 def test_floats_of_8_bits_are_shared_though_nothing_adds_them_up() -> None:
     assert run_ranks(2, _buffers_of_8_bits) == [[1.0, 1.0, 1.0, 2.0]] * 2
+
+
+def _buffers_of_integers(ranks: Ranks, all_reduce: str) -> list[Any]:
+    model = nn.Linear(2, 1)
+    for number, dtype in enumerate(INTEGERS):
+        model.register_buffer(f"scalar{number}", torch.tensor(250 + ranks.rank).to(dtype))
+        model.register_buffer(f"columns{number}", torch.full((2, 3), 300 + ranks.rank).to(dtype).t())
+    Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), all_reduce=all_reduce, ranks=ranks).close()
+    return [buffer.tolist() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("all_reduce", ["ring", "native"])
+def test_buffers_of_all_integers_are_shared(all_reduce: str) -> None:
+    assert run_ranks(2, _buffers_of_integers, all_reduce) == [[250, [[300, 300]] * 3] * len(INTEGERS)] * 2
 
 
 def _large_gradients(ranks: Ranks, codec: str) -> list[float]:
