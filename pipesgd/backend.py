@@ -344,7 +344,7 @@ class _Residuals:
         if key not in self._residuals:
             self._residuals[key] = None
         elif self._residuals[key] is None:
-            self._residuals[key] = torch.zeros(tensor.numel(), device=tensor.device)
+            self._residuals[key] = torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)
         return self._residuals[key]
 
 

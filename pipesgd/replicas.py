@@ -27,13 +27,17 @@ def share_rank_0s_values(model: nn.Module, also: Sequence[Tensor], rank: int, su
     """
     tensors = [*model.parameters(), *model.buffers(), *also]
     tensors = list({id(tensor): local(tensor).detach() for tensor in tensors}.values())
-    # Booleans and 8-bit floats have no addition, so they are sent as bytes.
-    tensors = [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]
+    # Booleans, 8-bit floats and some integers have no addition, or none in gloo, so they are sent as bytes.
+    tensors = [tensor if _adds_up(tensor) else tensor.unsqueeze(-1).view(torch.uint8) for tensor in tensors]
     flat = FlatBuffer(tensors)
     if rank == 0:  # the others add zeros: a broadcast without a second kind of collective
         flat.fill_from(tensors)
     sum_over_ranks(flat)
     flat.copy_to(tensors)
+
+
+def _adds_up(tensor: Tensor) -> bool:
+    return tensor.itemsize > 1 and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def sum_buffer(buffer: FlatBuffer, all_reduce: AllReduce) -> None:

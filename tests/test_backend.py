@@ -22,7 +22,7 @@ from conftest import REPOSITORY
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.backend import BackendOptions
+from pipesgd.backend import BackendOptions, _Residuals
 from pipesgd.codecs.kernels import kernels_for
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.comm.connections import Connections
@@ -303,6 +303,18 @@ def test_groups_of_some_ranks_sum_on_their_own() -> None:
 
 
 # --- Error feedback ---------------------------------------------------------------------------------------------------
+
+
+def test_residuals_are_float32_with_any_default_dtype() -> None:
+    memory, residuals = torch.zeros(3), _Residuals()
+    assert residuals.of(memory) is None
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        residual = residuals.of(memory)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert residual is not None
+    assert residual.dtype == torch.float32
 
 
 def _repeated_sums(ranks: Ranks) -> tuple[Tensor, list[Tensor]]:

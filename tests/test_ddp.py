@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from _differences import Differences
 from _ranks import RankFailed, run_ranks
 from _runs import run_example
 from conftest import REPOSITORY
@@ -92,6 +93,8 @@ class Derived(torch.optim.SGD):
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name in ("adam", "fused adam"):
         return torch.optim.AdamW(model.parameters(), lr=0.01, fused=name != "adam")
+    if name in ("differences", "cloned differences"):
+        return Differences(model.parameters(), clones=name != "differences")
     kind = Derived if name == "derived" else torch.optim.SGD
     return kind(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
@@ -636,6 +639,16 @@ def test_an_optimizer_whose_step_calls_that_of_its_base_class_steps_once(options
         assert same(by_sgd, by_derived)
 
 
+def keeping(ranks: Ranks, options: dict[str, Any]) -> tuple[Weights, Weights]:
+    return by_attached(ranks, "differences", **options), by_attached(ranks, "cloned differences", **options)
+
+
+@pytest.mark.parametrize("options", [{"width": 1}, {"local_steps": 2}])
+def test_an_optimizer_may_keep_gradients_where_torch_makes_new_ones(options: dict[str, Any]) -> None:
+    for kept, cloned in run_ranks(2, keeping, options):
+        assert same(kept, cloned)
+
+
 # ---- attach: errors
 
 
@@ -660,6 +673,8 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["hook"] = refusal(lambda: attach(hooked, make_optimizer("sgd", hooked)))
     found["hook, compressed"] = refusal(lambda: compress(hooked))
     model = ddp()
+    shortened = DistributedDataParallel(nn.Embedding(5, 2, max_norm=0.5))
+    found["max_norm"] = refusal(lambda: start(shortened))
     found["part"] = refusal(lambda: attach(model, make_optimizer("sgd", model.module.last)))
     found["guard"] = refusal(lambda: attach(model, make_optimizer("sgd", model), guard=True))
     found["buffers of local steps"] = refusal(lambda: start(model, local_steps=2))
@@ -702,6 +717,13 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["width"] = refusal(lambda: pipeline.load_state_dict(state))
     pipeline.close()
 
+    kept = ddp()
+    optimizer = make_optimizer("differences", kept)
+    pipeline = attach(kept, optimizer)
+    train(kept, optimizer, batch)
+    found["kept gradients"] = refusal(lambda: train(kept, optimizer, batch))
+    assert refusal(pipeline.close) == found["kept gradients"]
+
     scaled = ddp()
     optimizer, pipeline = start(scaled)
     scaler = torch.amp.GradScaler("cpu")
@@ -718,6 +740,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "no DDP": "ddp_model must be a DistributedDataParallel; got Model",
             "hook": "ddp_model must have no communication hook; got one with allreduce_hook",
             "hook, compressed": "ddp_model must have no communication hook; got one with allreduce_hook",
+            "max_norm": "max_norm must be None in an embedding that is trained, since each rank's forward passes would "
+            "shorten other rows of its weights; got 0.5 in module",
             "part": "optimizer must hold all parameters of ddp_model that require a gradient; got one without "
             "first.weight (8 of 10 are missing)",
             "guard": "guard must be left out, since a loop with DistributedDataParallel has its own steps; got True",
@@ -737,6 +761,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "gradients; got rows",
             "topk": f"codec must be one of {', '.join(DENSE_CODECS)}, module:function; got 'topk'",
             "codec": f"codec must be one of {', '.join(CODECS)}, module:function; got 'int7' (did you mean int8?)",
+            "kept gradients": "optimizer must clone what it keeps of a gradient, as in state[p]['last'] = "
+            "p.grad.clone(), since later gradients overwrite it; got Differences, which keeps p.grad itself",
             "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",
             "no backward": "optimizer.step() must follow a backward pass; got a step without a new gradient",
             "flush": "flush must not be called between backward() and optimizer.step()",

@@ -60,8 +60,8 @@ def measure(names: Sequence[str], seconds: float, advance: Callable[[float], Non
     """
     kinds = {name: CodecOptions(codec=name) for name in ("fp32", *names) if name != TOPK}
     topk = _TopK() if TOPK in names else None
-    values = torch.full((MEMORY_NUMEL,), 1e-3)
-    residual = torch.zeros(MEMORY_NUMEL)
+    values = torch.full((MEMORY_NUMEL,), 1e-3, dtype=torch.float32)
+    residual = torch.zeros(MEMORY_NUMEL, dtype=torch.float32)
     begin = time.perf_counter()
     found: dict[str, Times] = {name: {} for name in kinds}
     for number in range(MOST_ROUNDS):
@@ -159,7 +159,7 @@ class _TopK:
     """
 
     def __init__(self) -> None:
-        self._gradient = torch.randn(TOPK_NUMEL, generator=torch.Generator().manual_seed(0))
+        self._gradient = torch.randn(TOPK_NUMEL, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         self._buffer = FlatBuffer([self._gradient])
         density = CodecOptions(codec=TOPK).density
         self._reducers = [

@@ -63,7 +63,7 @@ def product_seconds(ranks: Ranks) -> float:
 
     The same machine becomes up to a third slower within a minute if others use it, too. Collective.
     """
-    matrix = torch.full((PRODUCT_SIZE, PRODUCT_SIZE), 1e-3)
+    matrix = torch.full((PRODUCT_SIZE, PRODUCT_SIZE), 1e-3, dtype=torch.float32)
     out = torch.empty_like(matrix)
     ranks.all_gather_object("a product", None)
     times = []

@@ -81,7 +81,7 @@ def _cells(ranks: Ranks, largest_bytes: int, share: float, timeout: float) -> li
 def _rounds(ranks: Ranks, nbytes: int, share: float, timeout: float) -> list[float]:
     """Return the seconds of a round, the median rank's, in each block; no other strategy has connections meanwhile."""
     ranks.start_process_group("cpu", timeout)
-    weights = nn.Parameter(torch.zeros(nbytes // 4))
+    weights = nn.Parameter(torch.zeros(nbytes // 4, dtype=torch.float32))
     gradient = torch.zeros_like(weights)
     model = nn.ParameterList([weights])
     servers = ParameterServers(

@@ -119,7 +119,7 @@ class Sweep:
             seconds: duration of all laps.
         """
         most = seconds / ((LEAST_LAPS + 1) * len(self._names) * len(self._groups))
-        everybody, flat = len(self._groups) - 1, torch.ones(largest_bytes // 4)
+        everybody, flat = len(self._groups) - 1, torch.ones(largest_bytes // 4, dtype=torch.float32)
         nbytes, largest = SMALLEST_BYTES, flat.nbytes
         times: dict[int, float] = {}
         while True:
@@ -169,7 +169,7 @@ class Sweep:
         end = time.perf_counter() + seconds
         # 1. Run all groups once, which makes their memory and connections.
         every_size = [*sizes.in_laps, *sizes.once]
-        flat = torch.ones(max(every_size) // 4)
+        flat = torch.ones(max(every_size) // 4, dtype=torch.float32)
         cells = [
             (group, name, size) for group in range(len(self._groups)) for name in self._names for size in every_size
         ]
@@ -203,7 +203,7 @@ class Sweep:
             were_quiet.append(quiet())
             now = time.perf_counter()
             last = end if sum(were_quiet) >= LEAST_LAPS else end + seconds / 2
-            over = torch.full((self._ranks.world_size,), float(now + (now - begin) / 2 > last))
+            over = torch.full((self._ranks.world_size,), float(now + (now - begin) / 2 > last), dtype=torch.float32)
             self.ring(over)
             if len(laps) >= LEAST_LAPS and over[0] > 0:
                 break
@@ -240,7 +240,7 @@ class Sweep:
         if self._uneven(all_reduce, p):
             function(flat, finish=finish)  # a rank with less to do begins the next one earlier, as in training
         else:
-            own[RING](torch.ones(p))  # no rank has its sum before all have begun
+            own[RING](torch.ones(p, dtype=torch.float32))  # no rank has its sum before all have begun
         begin = time.perf_counter()
         for _ in range(calls):
             function(flat, finish=finish)

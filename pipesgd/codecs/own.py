@@ -72,7 +72,7 @@ def try_codec(name: str, codec: OwnCodec, device: str) -> str:
     digest = hashlib.sha256()
     numbers = torch.Generator().manual_seed(0)
     for numel in sorted({*SIZES, codec.block, codec.block + codec.block // 2 + 1}):
-        values = torch.randn(numel, generator=numbers).to(device)
+        values = torch.randn(numel, generator=numbers, dtype=torch.float32).to(device)
         wire, decoded = _message(name, codec, values)
         if not decoded.isfinite().all():
             raise UserInputError(f"codec {name} must decode finite values to finite ones; got others of {numel} values")

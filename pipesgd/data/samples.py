@@ -111,7 +111,7 @@ class PixelScale:
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return ``pixels``, uint8 (B, C, H, W), as contiguous float32 of the same shape."""
-        mean, std = (torch.tensor(m).mul(self.peak).view(-1, 1, 1) for m in (self.mean, self.std))
+        mean, std = (torch.tensor(m, dtype=torch.float32).mul(self.peak).view(-1, 1, 1) for m in (self.mean, self.std))
         # Decoded images arrive channels last, which a plain cast would keep.
         return pixels.to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)
 

@@ -338,7 +338,10 @@ class AttachedPipeline(Pipelined):
             return
         self._update.close()
         self._half_done = None
+        applied = self._due is not None and self._due.applied
         self._finish_iteration()
+        if applied and self.width > 1:  # a flush, and the copy of the optimizer that predicts, use memory repeatedly
+            self._check_copies([p.grad for p in self._parameters if p.grad is not None])
 
     def _finish_iteration(self) -> None:
         assert self._due is not None

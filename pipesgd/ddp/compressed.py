@@ -226,7 +226,7 @@ class CompressedBuckets:
         reducer = dense_reducer(self._options, self._codec, self._connections, seed=mixed(self._seed, index))
         waiting = [self._residuals.pop(id(parameter), None) for parameter in parameters]
         if any(residual is not None for residual in waiting):
-            zeros = [torch.zeros(parameter.numel(), device=parameter.device) for parameter in parameters]
+            zeros = [torch.zeros(p.numel(), dtype=torch.float32, device=p.device) for p in parameters]
             own = [zero if residual is None else residual for zero, residual in zip(zeros, waiting, strict=True)]
             reducer.load_state_dict({"residuals": [torch.cat(own)]})
         self._reducers[index] = [id(parameter) for parameter in parameters], reducer

@@ -18,6 +18,7 @@ from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import are_finite, give_gradients
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
+from pipesgd.shards import local
 from pipesgd.strategy import Span, StepReport
 
 
@@ -86,6 +87,29 @@ def set_aside_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep torch's schedulers from warning that they are stepped before the optimizer: it was, only elsewhere."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def check_copies_gradients(optimizer: torch.optim.Optimizer, memory: Sequence[Tensor]) -> None:
+    """Refuse an optimizer that holds on to gradients in ``memory``, which later gradients will overwrite.
+
+    Raises:
+        UserInputError: it does so.
+    """
+    places = {tensor.untyped_storage()._cdata for tensor in map(local, memory)}
+    if any(tensor.untyped_storage()._cdata in places for tensor in _strided_tensors(optimizer.state)):
+        raise UserInputError(
+            "optimizer must clone what it keeps of a gradient, as in state[p]['last'] = p.grad.clone(), since later "
+            f"gradients overwrite it; got {type(optimizer).__name__}, which keeps p.grad itself"
+        )
+
+
+def _strided_tensors(state: Any) -> Iterator[Tensor]:
+    """Yield the tensors in ``state``, of dicts, lists and other values; of DTensors this rank's part."""
+    if isinstance(state, Tensor) and state.layout == torch.strided:
+        yield local(state)
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _strided_tensors(value)
 
 
 class OwnSteps:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesgd.codecs.base import Codec
+from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import check_dense
 from pipesgd.optim.step import trainable_identities, trainable_parameters
 from pipesgd.pipeline.buckets import bucket_indices
@@ -40,9 +41,11 @@ class Cut:
         """Return the parameters that ``optimizer`` trains now in buckets, each of which has one kind of exchange.
 
         Raises:
-            UserInputError: there is no parameter to train, or there are fewer than buckets.
+            UserInputError: there is no parameter to train, or there are fewer than buckets; or a forward pass would
+                change one.
         """
         parameters, identities = trainable_parameters(optimizer), trainable_identities(optimizer)
+        _check_max_norm(model, parameters)
         return cls(model, optimizer, into, parameters, exchanges, [], identities)._in_buckets()
 
     def again(self) -> Self:
@@ -103,3 +106,16 @@ class Cut:
     def is_present(self) -> bool:
         """True if the optimizer still trains these parameters."""
         return trainable_identities(self.optimizer) == self.identities
+
+
+def _check_max_norm(model: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Refuse embeddings that shorten the rows of a batch in place: each rank has other batches, so replicas diverge."""
+    trained = set(map(id, parameters))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or id(layer.weight) not in trained:
+            continue
+        if layer.max_norm is not None:
+            raise UserInputError(
+                "max_norm must be None in an embedding that is trained, since each rank's forward passes would shorten "
+                f"other rows of its weights; got {layer.max_norm:g} in {name or 'the model'}"
+            )

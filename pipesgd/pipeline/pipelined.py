@@ -30,7 +30,13 @@ from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, Use
 from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, give_gradients, on_device, take_mean
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
-from pipesgd.optim.step import OwnSteps, drop_gradients_of_frozen, held_parameters, set_aside_gradients
+from pipesgd.optim.step import (
+    OwnSteps,
+    check_copies_gradients,
+    drop_gradients_of_frozen,
+    held_parameters,
+    set_aside_gradients,
+)
 from pipesgd.pipeline.buckets import BackwardHooks
 from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
@@ -245,6 +251,8 @@ class Pipelined(Strategy):
         self._closed = self._leaves_connections = False
         self._hooks: TrueWeightsHooks | None = None
         self._own_steps = OwnSteps(optimizer)
+        self._copies_gradients = False
+        """True once an update has shown that the optimizer keeps no gradient of which it has made no copy."""
         self._leaving = BackwardHooks([], self._leave)
         self._settings = {
             "width": width,
@@ -816,6 +824,8 @@ class Pipelined(Strategy):
                     )
             self._take_out(gradient)
         self._check_finite(report)
+        if report.applied:
+            self._check_copies(gradient.buffer.flats)
         update = Span("update", gradient.iteration, begin, time.perf_counter())
         return dataclasses.replace(report, spans=(*report.spans, update), fell_back=fell_back)
 
@@ -838,6 +848,12 @@ class Pipelined(Strategy):
             gradient_norm=reduction.norm if reduction.finite else None,
             comparison=reduction.comparison,
         )
+
+    def _check_copies(self, gradients: Sequence[Tensor]) -> None:
+        """Look once whether the optimizer, which has stepped with ``gradients``, keeps one of them itself."""
+        if not self._copies_gradients:
+            check_copies_gradients(self._optimizer, gradients)
+            self._copies_gradients = True
 
     def _check_finite(self, report: StepReport) -> None:
         if report.skipped and not self._skip_nonfinite:

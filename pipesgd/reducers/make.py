@@ -113,7 +113,7 @@ def compiled_codec(options: CodecOptions, ranks: Ranks, device: str) -> Codec:
 
 def _compile(codec: Codec, device: str) -> None:
     """Compile or load the codec's loops now, since in the first iteration other ranks would wait for it."""
-    values = torch.zeros(1, device=device)
+    values = torch.zeros(1, dtype=torch.float32, device=device)
     wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
     codec.encode(values, None, wire, 0)
     codec.decode(wire, values)

@@ -116,7 +116,8 @@ class PowerSgdReducer:
             lefts += rows * self._low_rank if columns else rows
             rights += columns * self._low_rank
         device = buffer.flats[0].device
-        return sum(self._all_reduce.wire_bytes(torch.empty(numel, device=device)) for numel in (lefts, rights))
+        parts = [torch.empty(numel, dtype=torch.float32, device=device) for numel in (lefts, rights)]
+        return sum(map(self._all_reduce.wire_bytes, parts))
 
     def state(self, buffer: FlatBuffer) -> list[Tensor]:
         if self._world_size > 1 and not self._ready:
@@ -170,8 +171,9 @@ class PowerSgdReducer:
         first_right = integers.float().mul_(2**-23).to(device)
         if not self._right.numel():
             self._right = first_right.clone()
-            self._residuals = torch.zeros(sum(of_residuals), device=device)
-        self._left = torch.zeros(sum(of_lefts) + sum(numel for _, numel in uncompressed), device=device)
+            self._residuals = torch.zeros(sum(of_residuals), dtype=torch.float32, device=device)
+        lefts_and_whole = sum(of_lefts) + sum(numel for _, numel in uncompressed)
+        self._left = torch.zeros(lefts_and_whole, dtype=torch.float32, device=device)
         lefts, whole = self._left.split([sum(of_lefts), self._left.numel() - sum(of_lefts)])
         self._uncompressed = [
             (index, place)

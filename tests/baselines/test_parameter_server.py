@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from _differences import Differences
 from _ranks import RankFailed, run_ranks
 from _reference import pipe_sgd
 from torch import Tensor, nn
@@ -306,6 +307,18 @@ def test_one_worker_is_plain_training_exactly(optimizer: str) -> None:
 
 
 # ---- Staleness bound
+
+
+@pytest.mark.parametrize("bound", [0, None])
+def test_an_optimizer_of_servers_must_clone_gradients_that_it_keeps(bound: int | None) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = Differences(model.parameters(), clones=False)
+    model(torch.ones(1, 2)).sum().backward()
+    with (
+        pytest.raises(UserInputError, match=r"^optimizer must clone what it keeps of a gradient"),
+        ParameterServers(model, optimizer, staleness_bound=bound) as servers,
+    ):
+        servers.step()
 
 
 def _lead_as_far_as_possible(ranks: Ranks, bound: int, iterations: int) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import queue
+import subprocess
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -386,6 +389,35 @@ def test_a_failure_elsewhere_ends_the_wait_of_a_loop_of_ones_own() -> None:
     kind, text = run_ranks(2, _one_fails_in_its_own_loop, deadline=40.0)[0]
     assert kind is PeerFailed
     assert "rank 1 has failed: rank 1: the disk is full" in text
+
+
+def _stopped_together(ranks: Ranks) -> str:
+    """Stop both ranks for 3 s, with a timeout of 2 s, while rank 0 waits for rank 1, which is busy for about a second.
+
+    Returns the error.
+    """
+    model = torch.nn.Linear(2, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gradients in flight are dropped
+        try:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with Pipelined(model, optimizer, width=1, timeout=2.0, ranks=ranks) as pipeline:
+                pids = " ".join(map(str, ranks.all_gather_object("processes", os.getpid())))
+                if ranks.rank == 1:
+                    stop = f"sleep 0.5; kill -STOP {pids}; sleep 3; kill -CONT {pids}"
+                    with subprocess.Popen(["sh", "-c", stop]):
+                        time.sleep(4.0)  # three seconds of which it is stopped
+                model(torch.ones(1, 2)).sum().backward()
+                pipeline.step()
+        except CommunicationError as error:
+            return str(error)
+    return "none"
+
+
+def test_deadlines_of_messages_count_the_time_in_which_all_ranks_were_stopped() -> None:
+    waited, _ = run_ranks(2, _stopped_together, timeout=2.0)
+    assert waited.startswith("rank 0: receive of the header with rank 1"), waited
+    assert waited.endswith("no answer within 2 s"), waited
 
 
 def test_a_line_is_one_write_and_cannot_steer_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:

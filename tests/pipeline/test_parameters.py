@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from _differences import Differences
 from _ranks import run_ranks
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.options import CODECS, CodecOptions
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.pipeline.local_steps import LocalSteps
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_reducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
+from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow
+
+INTEGERS = (torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +45,84 @@ def test_what_would_fail_or_mislead_later_is_refused_at_once(options: dict[str, 
     with pytest.raises(UserInputError) as refused:
         Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), **options)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("strategy", [Pipelined, partial(LocalSteps, local_steps=2)])
+def test_trained_embeddings_whose_rows_a_forward_pass_shortens_are_refused(
+    make: Callable[..., nn.Module], strategy: Callable[..., Pipelined | LocalSteps]
+) -> None:
+    model = nn.Sequential(make(5, 2, max_norm=0.5), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserInputError, match=r"^max_norm must be None in an embedding .*; got 0\.5 in 0$"):
+        strategy(model, optimizer)
+    model[0].requires_grad_(False)
+    strategy(model, optimizer).close()
+
+
+def _weights_by_differences(make: Callable[..., Pipelined | LocalSteps], *, clones: bool) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    with make(model, Differences(model.parameters(), clones=clones)) as pipeline:
+        for iteration in range(5):
+            model(torch.full((1, 2), 1.0 + iteration)).square().sum().backward()
+            pipeline.step()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("options", [{"width": 1}, {"prediction": "none"}, {"prediction": "eager"}])
+def test_an_optimizer_that_keeps_gradients_must_clone_them(options: dict[str, Any]) -> None:
+    assert _weights_by_differences(partial(Pipelined, **options), clones=True).isfinite().all()
+    with (
+        pytest.warns(RuntimeWarning, match="gradients in flight are dropped")
+        if options != {"width": 1}
+        else nullcontext(),
+        pytest.raises(UserInputError, match=r"^optimizer must clone what it keeps .*; got Differences, which"),
+    ):
+        _weights_by_differences(partial(Pipelined, **options), clones=False)
+
+
+def test_an_optimizer_may_keep_the_gradients_of_local_steps() -> None:
+    make = partial(LocalSteps, local_steps=2)
+    kept, cloned = (_weights_by_differences(make, clones=clones) for clones in (False, True))
+    assert torch.equal(kept, cloned)
+
+
+class Half(OwnCodec):
+    """A codec of the user's own."""
+
+    def wire_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def compress(self, values: Tensor, wire: Tensor, key: int) -> None:
+        wire.view(torch.float16).copy_(values)
+
+    def decompress(self, wire: Tensor, values: Tensor) -> None:
+        values.copy_(wire.view(torch.float16))
+
+
+def _under_default_dtypes(ranks: Ranks, codec: str) -> list[tuple[str, int]]:
+    """Return the hash of the weights and the bytes of a step under each of torch's default dtypes, float32 first."""
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 20)
+        torch.set_default_dtype(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Pipelined(model, optimizer, codec=Half() if codec == "own" else codec, ranks=ranks) as pipeline:
+            for iteration in range(3):
+                numbers = torch.Generator().manual_seed(10 * iteration + ranks.rank)
+                model(torch.randn(4, 30, generator=numbers, dtype=torch.float32)).square().mean().backward()
+                report = pipeline.step()
+        torch.set_default_dtype(torch.float32)
+        found.append((weights_sha256(model), report.wire_bytes))
+    return found
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "own"])
+def test_torchs_default_dtype_changes_no_bit(codec: str) -> None:
+    for found in run_ranks(2, _under_default_dtypes, codec):
+        assert found == [found[0]] * 3
 
 
 def test_topk_refuses_more_values_than_its_indices_can_count() -> None:
@@ -62,6 +149,20 @@ def _buffers_of_8_bits(ranks: Ranks) -> list[float]:
 
 def test_floats_of_8_bits_are_shared_though_nothing_adds_them_up() -> None:
     assert run_ranks(2, _buffers_of_8_bits) == [[1.0, 1.0, 1.0, 2.0]] * 2
+
+
+def _buffers_of_integers(ranks: Ranks, all_reduce: str) -> list[Any]:
+    model = nn.Linear(2, 1)
+    for number, dtype in enumerate(INTEGERS):
+        model.register_buffer(f"scalar{number}", torch.tensor(250 + ranks.rank).to(dtype))
+        model.register_buffer(f"columns{number}", torch.full((2, 3), 300 + ranks.rank).to(dtype).t())
+    Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), all_reduce=all_reduce, ranks=ranks).close()
+    return [buffer.tolist() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("all_reduce", ["ring", "native"])
+def test_buffers_of_all_integers_are_shared(all_reduce: str) -> None:
+    assert run_ranks(2, _buffers_of_integers, all_reduce) == [[250, [[300, 300]] * 3] * len(INTEGERS)] * 2
 
 
 def _large_gradients(ranks: Ranks, codec: str) -> list[float]:

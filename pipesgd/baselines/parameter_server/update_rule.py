@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
+from pipesgd.optim.step import check_copies_gradients
 from timing_model.schedules import split
 
 MOST_STATE_PER_WEIGHT, MOST_STATE_PER_PIECE = 16, 1 << 16
@@ -140,6 +141,7 @@ class OptimizerRule:
         self._optimizer.state.pop(absent, None)
         for group in self._optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter is not absent]
+        self._copies_gradients = False
 
     def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
         for weight, view in zip(self._pieces, self._layout.views(gradient), strict=True):
@@ -150,6 +152,9 @@ class OptimizerRule:
         self._optimizer.step()
         for weight in self._pieces:
             weight.grad = None
+        if not self._copies_gradients:
+            check_copies_gradients(self._optimizer, gradient)
+            self._copies_gradients = True
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
