@@ -17,12 +17,15 @@ import torch
 from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
 from _runs import EXAMPLES, run, succeed, succeed_as_told, summary, train_as_a_rank
+from _waiting import wait_until
 
+from pipesgd import train as train_module
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.run.forward_backward import forward_backward
+from pipesgd.run.metrics import MetricsWriter
 from pipesgd.strategy import Strategy
 from pipesgd.train import train
 
@@ -348,6 +351,28 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
     assert "continuing after iteration 6 of 12" in results[0][1]
     assert f"warning: rank 1: checkpoint skipped, since {path} is truncated or corrupt" in results[1][2]
     assert summary(tmp_path)["weights_sha256"] == whole["weights_sha256"]
+
+
+def _train_as_ranks_that_meet(ranks: Ranks, words: list[str]) -> str:
+    """Train; rank 0 reads its earlier metrics until it has heard where rank 1 waits. Return the error."""
+
+    class Reader(MetricsWriter):
+        def __init__(self, output: Path, *, start: int):
+            def waits() -> bool:
+                beat = ranks._beats([1]).get(1)
+                return beat is not None and beat.phase == "exchange of start of training"
+
+            wait_until(waits)
+            super().__init__(output, start=start)
+
+    train_module.MetricsWriter = Reader  # type: ignore[misc]
+    return train_as_a_rank(ranks, words)[0]
+
+
+def test_ranks_wait_with_patience_while_rank_0_reads_the_metrics_of_days(tmp_path: Path) -> None:
+    """In an exchange through the store, that is, and not in the first all-reduce, which has a plain deadline."""
+    words = [*shlex.split(SHORT), "--output", str(tmp_path)]
+    assert run_ranks(2, _train_as_ranks_that_meet, words, process_group=False) == ["", ""]
 
 
 def test_torchruns_restart_continues_without_being_asked(tmp_path: Path) -> None:
