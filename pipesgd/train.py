@@ -329,7 +329,7 @@ class Run:
             if config.run.check_replicas and done % config.run.check_replicas == 0:
                 with self.strategy.true_weights():
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
-            if checkpoint_schedule.is_due(done, (time.perf_counter() - self._begin) / done) or done == job.iterations:
+            if checkpoint_schedule.is_due(done, time.perf_counter() - self._last) or done == job.iterations:
                 self.save_checkpoint(done)
             self.plan.observe(iteration, metrics.seconds["iteration"], fell_back=metrics.fell_back)
             self._last = time.perf_counter()
