@@ -62,7 +62,7 @@ from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
 from pipesgd.run.metrics import History, IterationMetrics, MetricsWriter, statistics, step_seconds
 from pipesgd.run.state import RunState
-from pipesgd.run.summary import Result, describe, network_line, summarize
+from pipesgd.run.summary import Result, describe, measured_before, network_line, summarize
 from pipesgd.run.trace import Trace, loader
 from pipesgd.run.workload import agree_on_workload, check_exchange, load
 from pipesgd.strategies import make_pipeline, make_strategy, serve
@@ -459,13 +459,16 @@ class Run:
         """
         job, folder, config, planned = self.job, self.job.folder, self.plan.config, self.plan.planned
         trouble: list[str] = []
-        if self.trace is not None:
+        nothing_new = self.start == job.iterations  # then the trace and each rank's times stay as they were
+        if self.trace is not None and not nothing_new:
             self.trace.write(folder / output.TRACE_FILE)
         if job.workers.local_rank == 0:
             with note_trouble(trouble, path := folder / output.WEIGHTS_FILE):
                 save_atomically(job.model.state_dict(), path)
         if job.workers.rank == 0:
             summary = summarize(config, job.ranks, result, self._history)
+            if nothing_new:
+                summary |= measured_before(folder / output.SUMMARY_FILE, job.workers.world_size)
             if planned is not None:
                 own = self._history.known("iteration", start=max(0, job.iterations - planned.iterations))
                 measured = statistics(planned.windows(own.tolist()))["median"]

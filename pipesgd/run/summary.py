@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,24 @@ def _where_it_resumes(start: int, total: int) -> str:
     if start == total:
         return f"all {total} iterations are done: evaluating, and writing the results again"
     return f"continuing after iteration {start} of {total}"
+
+
+OF_THIS_ATTEMPT = ("iteration_seconds_of_ranks", "compute_seconds_of_ranks", "loading_share_of_ranks")
+"""Fields of summary.json that each rank measures of iterations since it was started."""
+
+
+def measured_before(path: Path, ranks: int) -> dict[str, list[float | None]]:
+    """Return the fields ``OF_THIS_ATTEMPT``, as far as the summary at ``path`` has them of this many ranks."""
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        found = {name: earlier[name] for name in OF_THIS_ATTEMPT}
+        whole = all(
+            len(values) == ranks and all(value is None or type(value) is float for value in values)
+            for values in found.values()
+        )
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return {}
+    return found if whole else {}
 
 
 def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: History) -> dict[str, Any]:
