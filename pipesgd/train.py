@@ -406,6 +406,7 @@ class Run:
             job.data.test,
             job.workers,
             job.device,
+            batch_size=job.config.data.batch_size,
             loss=find_loss(job.config.model.loss),
             sharded=job.data.sharded,
             loader_workers=job.config.data.workers,
