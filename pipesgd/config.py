@@ -73,7 +73,8 @@ class DataConfig:
     data_dir: Path | None = option(None, read_by={"dataset": (*IMAGE_DATASETS[1:], OWN)})  # noqa: RUF009 (a field)
     """Folder of the data files; not needed for digits and text, nor for fashion-mnist from Debian's package."""
     batch_size: int = option(32, at_least=1)
-    """Samples per rank and iteration; with --accumulation, per micro-batch."""
+    """Samples per rank and iteration; with --accumulation, per micro-batch. Evaluations take as many at once, up to
+    512."""
     image_size: int = option(64, at_least=1, read_by={"dataset": ("images", OWN)})
     """Side length in pixels to which the pictures of --dataset images are scaled and cropped."""
     random_crop: int = option(0, at_least=0, read_by={"dataset": IMAGE_DATASETS})
@@ -147,7 +148,7 @@ class OptimizationConfig:
     """Largest magnitude of a value in the averaged gradient; no limit by default."""
     precision: str = option("fp32", choices=PRECISIONS)
     """Precision of forward and backward passes where torch.autocast lowers it: fp32, bf16, or fp16 with a loss scale.
-    Weights and gradients stay float32."""
+    Weights, gradients and evaluations stay float32."""
     loss_scale: float = option(65536.0, read_by={"precision": ("fp16",)})
     """Initial loss scale of --precision fp16; torch's GradScaler adapts it."""
     epochs: int | None = option(None, at_least=1)

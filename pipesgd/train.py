@@ -25,6 +25,7 @@ import shlex
 import sys
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +60,9 @@ from pipesgd.run.files import write_text_atomically
 from pipesgd.run.folder_lock import FolderLock
 from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
-from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
+from pipesgd.run.metrics import History, IterationMetrics, MetricsWriter, statistics, step_seconds
 from pipesgd.run.state import RunState
-from pipesgd.run.summary import Result, describe, network_line, summarize
+from pipesgd.run.summary import Result, describe, measured_before, network_line, summarize
 from pipesgd.run.trace import Trace, loader
 from pipesgd.run.workload import agree_on_workload, check_exchange, load
 from pipesgd.strategies import make_pipeline, make_strategy, serve
@@ -230,8 +231,10 @@ class Run:
         self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
         self.trace = Trace(job.workers) if config.run.trace else None
         self._recorders: list[MetricsWriter | ProgressBar] = []
-        self._paces: list[float] = []
-        self._computing: list[float] = []
+        self._history = History()
+        """Numbers of all iterations on rank 0, with those before this attempt; empty on the other ranks."""
+        self._paces = array("d")
+        self._computing = array("d")
         self._loading = LoadingTimes(workers=config.data.workers)
         self._blamed: set[int] = set()
         """Ranks whose gradients were not finite and that have been named in a warning."""
@@ -291,7 +294,10 @@ class Run:
         samples = self._stack.enter_context(contextlib.closing(job.batches.from_iteration(self.start, job.device)))
         if job.workers.rank == 0:
             job.say(describe(config, ranks, job.model, total=job.iterations, start=self.start))
-            self._recorders.append(self._stack.enter_context(MetricsWriter(job.folder, start=self.start)))
+            ranks.enter("reading of earlier metrics")
+            writer = self._stack.enter_context(MetricsWriter(job.folder, start=self.start))
+            self._history = writer.history
+            self._recorders.append(writer)
             bar = ProgressBar(job.console, total=job.iterations, start=self.start)
             self._recorders.append(self._stack.enter_context(bar))
         if self.strategy.drifts:
@@ -299,6 +305,8 @@ class Run:
         # Pushed last, so it runs first: the others must not take this rank for dead while it closes the rest.
         self._stack.push(functools.partial(report_failure, ranks))
         self.plan.begin(self.start)
+        # Rank 0 may have read the metrics of days: here, the others wait as long as it makes progress.
+        job.workers.all_gather_object("start of training", None, close_by=True)
         job.model.train()
         self._last = time.perf_counter()
         self._begin = self._last - self.state.seconds
@@ -321,7 +329,7 @@ class Run:
             if config.run.check_replicas and done % config.run.check_replicas == 0:
                 with self.strategy.true_weights():
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
-            if checkpoint_schedule.is_due(done, (time.perf_counter() - self._begin) / done) or done == job.iterations:
+            if checkpoint_schedule.is_due(done, time.perf_counter() - self._last) or done == job.iterations:
                 self.save_checkpoint(done)
             self.plan.observe(iteration, metrics.seconds["iteration"], fell_back=metrics.fell_back)
             self._last = time.perf_counter()
@@ -351,7 +359,7 @@ class Run:
         loading = sum(span.seconds for span in spans if span.what == "data")
         seconds = step_seconds(step, time.perf_counter() - self._last, loading)
         self._paces.append(seconds["iteration"])
-        self._loading.times.append((seconds["iteration"], loading, samples.last.seconds))
+        self._loading.add(seconds["iteration"], loading, samples.last.seconds)
         self._computing.append(seconds["compute"])
         evaluation = None
         if (iteration + 1) % (job.config.run.evaluate_iterations or per_epoch) == 0 and iteration + 1 < job.iterations:
@@ -398,6 +406,7 @@ class Run:
             job.data.test,
             job.workers,
             job.device,
+            batch_size=job.config.data.batch_size,
             loss=find_loss(job.config.model.loss),
             sharded=job.data.sharded,
             loader_workers=job.config.data.workers,
@@ -451,17 +460,19 @@ class Run:
         """
         job, folder, config, planned = self.job, self.job.folder, self.plan.config, self.plan.planned
         trouble: list[str] = []
-        if self.trace is not None:
+        nothing_new = self.start == job.iterations  # then the trace and each rank's times stay as they were
+        if self.trace is not None and not nothing_new:
             self.trace.write(folder / output.TRACE_FILE)
         if job.workers.local_rank == 0:
             with note_trouble(trouble, path := folder / output.WEIGHTS_FILE):
                 save_atomically(job.model.state_dict(), path)
         if job.workers.rank == 0:
-            metrics_lines = read_metrics(folder / output.METRICS_FILE)
-            summary = summarize(config, job.ranks, result, metrics_lines)
+            summary = summarize(config, job.ranks, result, self._history)
+            if nothing_new:
+                summary |= measured_before(folder / output.SUMMARY_FILE, job.workers.world_size)
             if planned is not None:
-                own = [line for line in metrics_lines if line["iteration"] >= job.iterations - planned.iterations]
-                measured = statistics(planned.windows([line["seconds"]["iteration"] for line in own]))["median"]
+                own = self._history.known("iteration", start=max(0, job.iterations - planned.iterations))
+                measured = statistics(planned.windows(own.tolist()))["median"]
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
                 write_text_atomically(path, json.dumps(summary, indent=1) + "\n")

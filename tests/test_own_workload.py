@@ -124,6 +124,11 @@ class Scaled(nn.Module):
         return self.factor * inputs
 
 
+def few(outputs, targets):
+    assert len(outputs) <= 16, f"{len(outputs)} samples at once"
+    return cross_entropy(outputs, targets)
+
+
 def unlike_lengths(rank):
     return [(torch.zeros(1), 0)] * (8 + rank), [(torch.zeros(1), 0)] * 8
 
@@ -202,6 +207,10 @@ def test_a_run_of_ones_own_is_resumed_bit_for_bit(tmp_path: Path, folder: Path, 
     resumed = summary(tmp_path / "cut")
     assert (resumed["weights_sha256"], resumed["final"]) == (whole["weights_sha256"], whole["final"])
     assert resumed["options"]["dataset"].startswith("own_workload:")
+
+
+def test_evaluations_take_no_more_samples_at_once_than_training(tmp_path: Path, folder: Path) -> None:
+    succeed(1, f"{SHORT} --dataset digits --loss own:few --evaluate-iterations 4", tmp_path, folder)
 
 
 def test_a_loss_without_accuracy_is_shown_without_one(tmp_path: Path, folder: Path) -> None:

@@ -17,12 +17,16 @@ import torch
 from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
 from _runs import EXAMPLES, run, succeed, succeed_as_told, summary, train_as_a_rank
+from _waiting import wait_until
 
+from pipesgd import train as train_module
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.run.forward_backward import forward_backward
+from pipesgd.run.metrics import MetricsWriter
+from pipesgd.run.summary import OF_THIS_ATTEMPT, measured_before
 from pipesgd.strategy import Strategy
 from pipesgd.train import train
 
@@ -350,6 +354,28 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
     assert summary(tmp_path)["weights_sha256"] == whole["weights_sha256"]
 
 
+def _train_as_ranks_that_meet(ranks: Ranks, words: list[str]) -> str:
+    """Train; rank 0 reads its earlier metrics until it has heard where rank 1 waits. Return the error."""
+
+    class Reader(MetricsWriter):
+        def __init__(self, output: Path, *, start: int):
+            def waits() -> bool:
+                beat = ranks._beats([1]).get(1)
+                return beat is not None and beat.phase == "exchange of start of training"
+
+            wait_until(waits)
+            super().__init__(output, start=start)
+
+    train_module.MetricsWriter = Reader  # type: ignore[misc]
+    return train_as_a_rank(ranks, words)[0]
+
+
+def test_ranks_wait_with_patience_while_rank_0_reads_the_metrics_of_days(tmp_path: Path) -> None:
+    """In an exchange through the store, that is, and not in the first all-reduce, which has a plain deadline."""
+    words = [*shlex.split(SHORT), "--output", str(tmp_path)]
+    assert run_ranks(2, _train_as_ranks_that_meet, words, process_group=False) == ["", ""]
+
+
 def test_torchruns_restart_continues_without_being_asked(tmp_path: Path) -> None:
     words = f"{SHORT} --checkpoint-iterations 5"
     whole = succeed(2, words, tmp_path)
@@ -371,6 +397,33 @@ def test_a_finished_run_that_is_resumed_does_its_end_again(tmp_path: Path) -> No
     assert resumed["final"] == whole["final"]
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert (tmp_path / "model.pt").exists()
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_trace_and_the_times_of_its_ranks(tmp_path: Path) -> None:
+    words = f"{SHORT} --width 2 --trace"
+    whole = succeed(2, words, tmp_path)
+    trace = (tmp_path / "trace.json").read_bytes()
+    assert None not in [one for name in OF_THIS_ATTEMPT for one in whole[name]]
+    resumed = succeed(2, f"{words} --resume", tmp_path)
+    changed = {"wall_seconds", "options"}  # --resume is an option
+    assert {name: resumed[name] for name in resumed.keys() - changed} == {
+        name: whole[name] for name in whole.keys() - changed
+    }
+    assert (tmp_path / "trace.json").read_bytes() == trace
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '"text"', None])
+def test_a_damaged_summary_has_no_times_of_ranks(tmp_path: Path, text: str | None) -> None:
+    path, good = tmp_path / "summary.json", {name: [0.5, None] for name in OF_THIS_ATTEMPT}
+    path.write_text(json.dumps(good))
+    assert (measured_before(path, 2), measured_before(path, 3)) == (good, {})
+    for other in (3, "ab", [0.5], [0.5, "a"]):
+        path.write_text(json.dumps(good | {OF_THIS_ATTEMPT[0]: other}))
+        assert measured_before(path, 2) == {}
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    assert measured_before(path, 2) == {}
 
 
 def test_trained_weights_that_cannot_be_written_are_in_the_last_checkpoint(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pipesgd.planning.swap import swap_strategy
 from pipesgd.ranks import Ranks
 from pipesgd.run import output
 from pipesgd.run.console import say
-from pipesgd.run.metrics import read_metrics
+from pipesgd.run.metrics import MetricsLines
 from pipesgd.run.state import RunState
 from pipesgd.strategy import StepReport
 
@@ -61,7 +61,7 @@ class FollowedPlan:
         self._state = state
         self._make = make
         self._seconds: dict[int, float] = {}
-        """Seconds of iterations on rank 0, with those of an earlier attempt at this run if it had begun an audition."""
+        """Seconds of the iterations of auditions on rank 0, with those of an earlier attempt at this run."""
         self._fallback: set[int] = set()
         """Iterations that a guard has run at width 1, those in which the pipeline fills again included."""
         self._changes: float | None = None
@@ -75,7 +75,7 @@ class FollowedPlan:
             return
         self._drift = Drift(self.planned)
         if self.planned.audition is not None and start > 0:
-            for line in read_metrics(self._run_config.run.output / output.METRICS_FILE):
+            for _, line in MetricsLines(self._run_config.run.output / output.METRICS_FILE):
                 self._note(line["iteration"], line["seconds"]["iteration"], fell_back=line.get("fell_back", False))
 
     def snapshot(self) -> dict[str, Any]:
@@ -122,7 +122,9 @@ class FollowedPlan:
             say(self._console, line)
 
     def _note(self, iteration: int, seconds: float, *, fell_back: bool) -> None:
-        self._seconds[iteration] = seconds
+        audition = None if self.planned is None else self.planned.audition
+        if audition is not None and not audition.over and iteration >= audition.begin:
+            self._seconds[iteration] = seconds
         if fell_back:
             self._fallback.update(range(iteration + 1, iteration + 1 + SYNCHRONOUS_ITERATIONS + UNTIMED))
 

@@ -212,31 +212,36 @@ def _what_it_has(one: dict[str, Any]) -> str:
 class CheckpointSchedule:
     """The iterations after which a checkpoint is written, the same on every rank.
 
-    Clocks differ between ranks, so seconds are converted into iterations by the pace of the slowest rank, again
-    after every checkpoint.
+    Clocks differ between ranks, so seconds are converted into iterations by the pace of the slowest rank since it was
+    last exchanged: at every checkpoint, and after the first iterations.
     """
 
-    FIRST_LOOK = 10
-    """Iterations after which the pace is first exchanged."""
+    LOOKS = (1, 10)
+    """Iterations after the start at which the pace is exchanged: all iterations may be slow, or the first alone."""
 
     def __init__(self, ranks: Ranks, *, iterations: int | None, seconds: float, start: int):
         self._ranks = ranks
         self._every = iterations
         self._seconds = seconds
-        self._look_at = start + self.FIRST_LOOK
+        self._looks = [start + look for look in self.LOOKS]
+        self._newest = self._looked_at = start
         self._next: int | None = None
+        self._spent = 0.0
 
-    def is_due(self, iteration: int, seconds_per_iteration: float) -> bool:
-        """Return True if a checkpoint of ``iteration`` is due now. Every rank calls this after every iteration."""
+    def is_due(self, iteration: int, seconds: float) -> bool:
+        """Return True if a checkpoint of ``iteration``, which took ``seconds``, is due now.
+
+        Every rank calls this after every iteration.
+        """
         if self._every is not None:
             return iteration % self._every == 0
-        if self._next is None and iteration == self._look_at:
-            self._plan(iteration, seconds_per_iteration)
-        if iteration != self._next:
+        self._spent += seconds
+        if iteration != self._next and iteration not in self._looks:
             return False
-        self._plan(iteration, seconds_per_iteration)
-        return True
-
-    def _plan(self, iteration: int, seconds_per_iteration: float) -> None:
-        pace = max(self._ranks.all_gather_object("pace", seconds_per_iteration))
-        self._next = iteration + max(1, round(self._seconds / max(pace, 1e-9)))
+        pace = max(self._ranks.all_gather_object("pace", self._spent / (iteration - self._looked_at)))
+        every = max(1, round(self._seconds / max(pace, 1e-9)))
+        self._looked_at, self._spent = iteration, 0.0
+        if iteration == self._next or iteration >= self._newest + every:
+            self._newest = iteration
+        self._next = self._newest + every
+        return iteration == self._newest

@@ -13,7 +13,8 @@ from pipesgd.data.samples import Batch, BatchedDataset, on_tensors, outputs_of, 
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import Strategy
 
-BATCH_SIZE = 512
+LARGEST_BATCH = 512
+"""Most samples that are evaluated at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ def evaluate(
     ranks: Ranks,
     device: torch.device,
     *,
+    batch_size: int = LARGEST_BATCH,
     loss: Loss = CROSS_ENTROPY,
     sharded: bool = False,
     loader_workers: int = 0,
@@ -40,13 +42,14 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the true weights on ``dataset``, a part on each rank, after combining ``buffers``. Collective.
 
-    With ``sharded``, the samples of every rank are its own part.
+    A batch has at most ``batch_size`` samples, that of training, for which there is memory, and ``LARGEST_BATCH``. With
+    ``sharded``, the samples of every rank are its own part.
     """
     strategy.combine_buffers(buffers)
     with strategy.true_weights():
         batches = evaluation_batches(
             dataset,
-            batch_size=BATCH_SIZE,
+            batch_size=min(batch_size, LARGEST_BATCH),
             rank=0 if sharded else ranks.rank,
             world_size=1 if sharded else ranks.world_size,
             loader_workers=loader_workers,

@@ -6,10 +6,9 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 SHOWN_SHARE = 0.03
@@ -31,14 +30,21 @@ class LoadingTimes:
 
     workers: int
     """Worker processes of this rank; with 0, the rank loads its batches itself."""
-    times: list[tuple[float, float, float]] = field(default_factory=list)
-    """Seconds of each iteration, of its wait for the batch, and of loading that batch in one process."""
+    _iterations: int = 0
+    _seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def add(self, iteration: float, wait: float, load: float) -> None:
+        """Add the seconds of an iteration, of its wait for the batch, and of loading that batch in one process."""
+        self._iterations += 1
+        if self._iterations > 1:  # workers start in the first
+            former = self._seconds
+            self._seconds = (former[0] + iteration, former[1] + wait, former[2] + load)
 
     def summarize(self, ranks_on_machine: int) -> ExposedLoading | None:
         """Return the exposed loading without the first iteration, in which workers start; None if there is no other."""
-        if len(self.times) < 2:
+        if self._iterations < 2:
             return None
-        iteration, wait, load = map(float, np.mean(self.times[1:], axis=0))
+        iteration, wait, load = (total / (self._iterations - 1) for total in self._seconds)
         free = (usable_cores() - ranks_on_machine * torch.get_num_threads()) // ranks_on_machine
         enough = workers_that_hide(load, iteration - wait)
         helps = enough is not None and self.workers < enough <= free

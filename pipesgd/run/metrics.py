@@ -7,8 +7,10 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import BufferedRandom
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 
 from pipesgd.errors import warn
 from pipesgd.run.event_file import EventFile
-from pipesgd.run.files import Appender, reason, write_text_atomically
+from pipesgd.run.files import Appender, reason, write_atomically
 from pipesgd.strategy import StepReport
 
 SECONDS = ("iteration", "loading", "compute", "communication", "exposed", "update")
@@ -91,6 +93,28 @@ def slowest_rank(compute: Sequence[float | None], iteration: float) -> tuple[int
     return (rank, extra) if extra > SLOW_SHARE * iteration else None
 
 
+class History:
+    """Numbers of a run's iterations that its summary needs: some bytes for each, since a run may take days."""
+
+    COUNTS = ("wire_bytes", "skipped")
+
+    def __init__(self) -> None:
+        self._columns = {name: array("d") for name in (*SECONDS, *self.COUNTS)}
+
+    def put(self, iteration: int, seconds: Mapping[str, float], *counts: int) -> None:
+        """Record the numbers of an iteration: its ``SECONDS``, as far as known, and its ``COUNTS``."""
+        for name, value in (*seconds.items(), *zip(self.COUNTS, counts, strict=True)):
+            if (column := self._columns.get(name)) is not None:
+                column.extend(itertools.repeat(math.nan, iteration + 1 - len(column)))
+                column[iteration] = value
+
+    def known(self, name: str, start: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return the numbers of this name, in order, of all iterations from ``start`` on that have one."""
+        column = np.array(self._columns[name])[start:]
+        known: np.ndarray[Any, np.dtype[np.float64]] = column[~np.isnan(column)]
+        return known
+
+
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard events below ``output``. A failure to write does not end the run.
 
@@ -100,15 +124,13 @@ class MetricsWriter:
 
     def __init__(self, output: Path, *, start: int):
         path = output / "metrics.jsonl"
-        lines, whole = _read(path)
-        kept = [line for line in lines if line["iteration"] < start]
+        self.history = History()
+        """Numbers of all iterations that the file has."""
         try:
-            if not whole or (lines and not kept):
-                why = "holds only iterations that are run again" if whole else "could not be read in full"
-                warn(f"{path} {why}; it is kept as {_keep_aside(path).name}")
-            write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+            write_atomically(path, lambda file: self._keep(path, start, file))
         except OSError as failure:
             warn(f"{reason(failure, path)}; training continues, and lines of repeated iterations appear twice")
+            self._keep(path, start, None)  # the failure may have come before the last line
         self._lines = Appender(path)
         self._events = EventFile(output / "tensorboard", start=start)
 
@@ -121,7 +143,26 @@ class MetricsWriter:
         self._lines.close()
         self._events.close()
 
+    def _keep(self, path: Path, start: int, file: BufferedRandom | None) -> None:
+        """Record the lines of ``path`` before ``start``, one by one, and copy them to ``file``, if there is one.
+
+        Raises ``OSError`` if they cannot be copied.
+        """
+        lines, kept, dropped = MetricsLines(path), 0, 0
+        for text, line in lines:
+            if line["iteration"] >= start:
+                dropped += 1
+                continue
+            kept += 1
+            self.history.put(line["iteration"], line["seconds"], line["wire_bytes"], line["skipped"])
+            if file is not None:
+                file.write(text + b"\n")
+        if file is not None and (not lines.whole or (dropped and not kept)):
+            why = "holds only iterations that are run again" if lines.whole else "could not be read in full"
+            warn(f"{path} {why}; it is kept as {_keep_aside(path).name}")
+
     def record(self, metrics: IterationMetrics) -> None:
+        self.history.put(metrics.iteration, metrics.seconds, metrics.wire_bytes, metrics.skipped)
         # JSON has no NaN: a loss that is not finite is written as null.
         losses = {"loss": metrics.loss, "test_loss": metrics.test_loss}
         finite = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
@@ -144,28 +185,40 @@ class MetricsWriter:
         self._events.flush()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, one for each iteration; none if there is no file.
+class MetricsLines:
+    """Lines of the metrics.jsonl at ``path`` and what they say, read one by one; none if there is no file.
 
     A last line that a crash cut short is left out. Damaged lines elsewhere are left out with one warning.
     """
-    return _read(path)[0]
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.whole = True
+        """False if something was left out of the lines that were read, other than a last line that was cut short."""
+
+    def __iter__(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        damaged = 0
+        try:
+            with self._path.open("rb") as file:
+                for text in file:
+                    line = _line(text.decode(errors="replace"))
+                    if line is not None:
+                        yield text.rstrip(b"\r\n"), line
+                    elif text.strip() and text.endswith(b"\n"):
+                        damaged += 1
+        except FileNotFoundError:
+            pass
+        except OSError as failure:
+            self.whole = False
+            warn(f"{reason(failure, self._path)}; the rest of its metrics is left out")
+        if damaged:
+            self.whole = False
+            warn(f"{damaged} damaged line{'s' if damaged > 1 else ''} of {self._path} left out")
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return what ``read_metrics`` does, and True if that is all that the file held."""
-    try:
-        texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return [], True
-    except OSError as failure:
-        warn(f"{reason(failure, path)}; its metrics are left out")
-        return [], False
-    lines = [(text, _line(text)) for text in texts]
-    damaged = sum(line is None for text, line in lines[:-1] if text)
-    if damaged:
-        warn(f"{damaged} damaged line{'s' if damaged > 1 else ''} of {path} left out")
-    return list({line["iteration"]: line for _, line in lines if line is not None}.values()), not damaged
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return what the lines of a metrics.jsonl say, one for each iteration, the newest; see ``MetricsLines``."""
+    return list({line["iteration"]: line for _, line in MetricsLines(path)}.values())
 
 
 def _keep_aside(path: Path) -> Path:
@@ -186,6 +239,7 @@ def _line(text: str) -> dict[str, Any] | None:
         numbers = [line["samples_per_second"], line["lr"], *seconds]
         counts = [line[name] for name in ("iteration", "epoch", "wire_bytes", "skipped")]
         whole = all(type(count) is int and count >= 0 for count in counts)
+        numbers += counts
         optional = [line.get(name) for name in ("loss", "test_loss", "test_accuracy")]
         numbers += [number for number in optional if number is not None]
         finite = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
@@ -194,13 +248,13 @@ def _line(text: str) -> dict[str, Any] | None:
     return line if whole and finite else None
 
 
-def statistics(values: Iterable[float]) -> dict[str, float | None]:
+def statistics(values: Sequence[float] | np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float | None]:
     """Return median, mean and 95th percentile; None for each without values."""
-    array = np.array(list(values), dtype=float)
-    if not array.size:
+    numbers = np.array(values, dtype=float)
+    if not numbers.size:
         return {"median": None, "mean": None, "p95": None}
     return {
-        "median": float(np.median(array)),
-        "mean": float(array.mean()),
-        "p95": float(np.percentile(array, 95)),
+        "median": float(np.median(numbers)),
+        "mean": float(numbers.mean()),
+        "p95": float(np.percentile(numbers, 95)),
     }

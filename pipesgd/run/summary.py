@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import pipesgd
 from pipesgd.config import TrainConfig
 from pipesgd.ranks import HOW_TO_START, Ranks
 from pipesgd.run.loading_time import ExposedLoading
-from pipesgd.run.metrics import SECONDS, statistics
+from pipesgd.run.metrics import SECONDS, History, statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +80,32 @@ def _where_it_resumes(start: int, total: int) -> str:
     return f"continuing after iteration {start} of {total}"
 
 
-def of_lines(name: str, lines: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the statistics of the seconds ``name`` in those lines of metrics.jsonl that have them."""
-    return statistics(line["seconds"][name] for line in lines if name in line["seconds"])
+OF_THIS_ATTEMPT = ("iteration_seconds_of_ranks", "compute_seconds_of_ranks", "loading_share_of_ranks")
+"""Fields of summary.json that each rank measures of iterations since it was started."""
 
 
-def summarize(config: TrainConfig, ranks: Ranks, result: Result, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of summary.json; ``lines`` are those of metrics.jsonl."""
+def measured_before(path: Path, ranks: int) -> dict[str, list[float | None]]:
+    """Return the fields ``OF_THIS_ATTEMPT``, as far as the summary at ``path`` has them of this many ranks."""
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        found = {name: earlier[name] for name in OF_THIS_ATTEMPT}
+        whole = all(
+            len(values) == ranks and all(value is None or type(value) is float for value in values)
+            for values in found.values()
+        )
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return {}
+    return found if whole else {}
+
+
+def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: History) -> dict[str, Any]:
+    """Return the content of summary.json; ``history`` is that of all iterations."""
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
-    window = lines[-pipeline.local_steps * pipeline.fragments :]  # has one exchange of everything
+    sent = history.known("wire_bytes")
+    window = sent[-pipeline.local_steps * pipeline.fragments :]  # has one exchange of everything
     if pipeline.reduce != "matrix":  # rows differ in number; what is gathered is counted on arrival
-        window = lines[pipeline.width - 1 :]
+        window = sent[pipeline.width - 1 :]
     prediction = pipeline.prediction
     if pipeline.in_windows:
         prediction = "none" if pipeline.outer == "elastic" else "own movement"
@@ -105,14 +121,12 @@ def summarize(config: TrainConfig, ranks: Ranks, result: Result, lines: list[dic
         "local_steps": pipeline.local_steps if pipeline.strategy in ("pipelined", "easgd-async") else None,
         "iterations": result.iterations,
         "wall_seconds": result.wall_seconds,
-        "seconds": {name: of_lines(name, lines) for name in SECONDS},
+        "seconds": {name: statistics(history.known(name)) for name in SECONDS},
         "iteration_seconds_of_ranks": result.iteration_seconds,
         "compute_seconds_of_ranks": result.compute_seconds,
         "loading_share_of_ranks": [None if one is None else one.share for one in result.exposed_loading],
-        "wire_bytes_per_iteration": (
-            round(sum(line["wire_bytes"] for line in window) / len(window)) if window else None
-        ),
-        "skipped_updates": sum(line["skipped"] for line in lines) + result.skipped_at_end,
+        "wire_bytes_per_iteration": round(sum(map(int, window)) / len(window)) if len(window) else None,
+        "skipped_updates": int(history.known("skipped").sum()) + result.skipped_at_end,
         "nonfinite_gradients_of_ranks": {rank: number for rank, number in enumerate(result.nonfinite) if number},
         "final": {
             "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN

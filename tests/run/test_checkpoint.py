@@ -149,7 +149,25 @@ def _due(ranks: Ranks) -> list[int]:
 
 
 def test_a_schedule_in_seconds_is_the_same_on_all_ranks_by_the_slowest_ones_pace() -> None:
-    assert run_ranks(2, _due, process_group=False) == [[40, 70]] * 2
+    assert run_ranks(2, _due, process_group=False) == [[30, 60, 90]] * 2
+
+
+@pytest.mark.parametrize("start", [0, 11])
+@pytest.mark.parametrize(
+    ("seconds", "due"),
+    [
+        ([300.0] * 4, [1, 2, 3, 4]),  # each takes longer than --checkpoint-seconds
+        ([25.0] * 11, [2, 4, 6, 8, 10]),
+        ([600.0] + [1.0] * 140, [1, 2, 62, 122]),  # the first compiles
+        ([20.0] + [1.0] * 140, [3, 63, 123]),
+        ([1.0] * 60 + [20.0] * 66, [60, 120, 123, 126]),  # slower from now on
+        ([20.0] * 60 + [1.0] * 63, [*range(3, 61, 3), 63, 123]),
+    ],
+)
+def test_a_schedule_in_seconds_follows_the_pace_of_now(start: int, seconds: list[float], due: list[int]) -> None:
+    schedule = CheckpointSchedule(join(), iterations=None, seconds=60.0, start=start)
+    found = [number for number, one in enumerate(seconds, 1) if schedule.is_due(start + number, one)]
+    assert found == due
 
 
 def test_what_looks_like_a_snapshot_and_is_none_is_one_line() -> None:

@@ -11,7 +11,7 @@ from pipesgd.baselines.local import Local
 from pipesgd.data import build_model
 from pipesgd.data.samples import BatchedDataset, InMemoryImages, PixelScale
 from pipesgd.data.text import TextWindows
-from pipesgd.ranks import Ranks
+from pipesgd.ranks import Ranks, join
 from pipesgd.run.evaluation import Evaluation, evaluate
 
 
@@ -32,6 +32,15 @@ def model_for(name: str) -> torch.nn.Module:
     model, sample_shape, num_classes, _ = DATASETS[name]
     torch.manual_seed(0)
     return build_model(model, sample_shape=sample_shape, num_classes=num_classes, hidden_sizes=(20,), embedding=16)
+
+
+@pytest.mark.parametrize(("batch_size", "largest"), [(4, 4), (300, 300), (2000, 512)])
+def test_no_more_samples_are_evaluated_at_once_than_training_has_memory_for(batch_size: int, largest: int) -> None:
+    model, sizes = model_for("images"), []
+    model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    strategy = Local(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    evaluate(model, strategy, DATASETS["images"][3], join(), torch.device("cpu"), batch_size=batch_size)
+    assert (max(sizes), sum(sizes)) == (largest, 1100)
 
 
 def _evaluate(ranks: Ranks, name: str) -> Evaluation:

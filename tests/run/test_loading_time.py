@@ -28,13 +28,17 @@ def test_workers_are_recommended_only_if_there_are_cores_for_them(
 ) -> None:
     monkeypatch.setattr(loading_time, "usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    start = (100.0, 96.0, 6.0)  # in which the workers start
-    times = LoadingTimes(workers=workers, times=[start, (9.0, 5.0, 5.0), (11.0, 7.0, 7.0)])
+    times = LoadingTimes(workers=workers)
+    times.add(100.0, 96.0, 6.0)  # in which the workers start
+    times.add(9.0, 5.0, 5.0)
+    times.add(11.0, 7.0, 7.0)
     assert times.summarize(2) == ExposedLoading(share=0.6, hidden_by=hidden_by)
 
 
 def test_one_iteration_says_nothing() -> None:
-    assert LoadingTimes(workers=0, times=[(2.0, 1.0, 1.0)]).summarize(1) is None
+    times = LoadingTimes(workers=0)
+    times.add(2.0, 1.0, 1.0)
+    assert times.summarize(1) is None
 
 
 def test_the_hint_is_about_the_rank_that_waits_longest() -> None:

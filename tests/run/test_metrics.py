@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipesgd.ranks import join
+from pipesgd.run.event_file import EventFile
 from pipesgd.run.files import Appender
 from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
-from pipesgd.run.summary import of_lines
 from pipesgd.run.trace import Trace, chrome_events, loader
 from pipesgd.strategy import Span, StepReport, hidden_share
 
@@ -91,10 +92,38 @@ def test_lines_of_the_previous_version_stay_where_its_run_is_resumed(tmp_path: P
     (tmp_path / "metrics.jsonl").write_text(json.dumps(asdict(metrics(0)) | {"seconds": old}) + "\n")
     with MetricsWriter(tmp_path, start=1) as writer:
         writer.record(metrics(1))
-    lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert [line["seconds"] for line in lines] == [old, SECONDS]
-    assert of_lines("loading", lines)["mean"] == 0.25
-    assert of_lines("compute", lines)["mean"] == 1.25
+    assert [line["seconds"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [old, SECONDS]
+    assert writer.history.known("loading").tolist() == [0.25]
+    assert writer.history.known("compute").tolist() == [1.25, 1.25]
+
+
+def test_a_summary_has_the_numbers_of_all_iterations_whatever_the_disk_does(
+    tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps(asdict(metrics(iteration)) | {"wire_bytes": iteration}) + "\n" for iteration in range(20)]
+    (small_disk / "metrics.jsonl").write_text("".join([*lines[:12], *lines[10:]]))  # some are there twice
+    with contextlib.suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    with MetricsWriter(small_disk, start=15) as writer:
+        writer.record(metrics(15))
+    assert "lines of repeated iterations appear twice" in capsys.readouterr().err
+    assert writer.history.known("wire_bytes").tolist() == [*range(15), 100]
+    assert writer.history.known("iteration", start=14).tolist() == [3.0, 3.0]
+
+
+def test_a_long_run_is_resumed_and_summarized_line_by_line(tmp_path: Path) -> None:
+    number = 4000
+    lines = [json.dumps(asdict(metrics(iteration))) + "\n" for iteration in range(number)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    EventFile(tmp_path, start=0).close()  # TensorBoard is imported by now
+    tracemalloc.start()
+    with MetricsWriter(tmp_path, start=number - 1) as writer:
+        _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(writer.history.known("iteration")) == number - 1
+    assert most < 200 * number
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:-1])
 
 
 @pytest.mark.parametrize(
@@ -130,18 +159,22 @@ def test_metrics_that_cannot_be_read_in_full_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    damaged, unreadable = f"{GOOD}\n{GOOD[:40]}\n{GOOD}\n", f"{GOOD}\n"
+    damaged, unreadable = f"{GOOD}\n{GOOD[:40]}\n", f"{GOOD}\n"
     path.write_text(damaged)
     with MetricsWriter(tmp_path, start=9):
         pass
     assert (tmp_path / "metrics.jsonl.aside-1").read_text() == damaged
     assert path.read_text() == unreadable
 
-    def fail(self: Path, **options: Any) -> str:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    real = Path.open
+
+    def fail(self: Path, mode: str = "r", **options: Any) -> Any:
+        if self == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, mode, **options)
 
     with monkeypatch.context() as broken:
-        broken.setattr(Path, "read_text", fail)
+        broken.setattr(Path, "open", fail)
         with MetricsWriter(tmp_path, start=9) as writer:
             writer.record(metrics(9))
     assert (tmp_path / "metrics.jsonl.aside-2").read_text() == unreadable
