@@ -77,6 +77,11 @@ LEFT_OUT = (
     "(--on-nonfinite skip); summary.json counts them by rank"
 )
 
+OTHER_DATA = (
+    "warning: the data are not those of the checkpoint, {then}; got {now}: the run continues with them, and is not "
+    "what it would have been without the interruption"
+)
+
 DRIFTS = (
     "warning: the ranks' processors compute different bits, so replicas drift apart: all get rank 0's weights at every "
     "evaluation and checkpoint (--allow-drift)"
@@ -267,6 +272,9 @@ class Run:
         if found is None:
             workers.raise_together("results of an earlier run", lambda: output.check_no_results(self.job.folder))
         else:
+            now = self.job.data.describe()
+            if (then := found.shared.get("data", now)) != now:  # earlier versions kept none
+                self.job.say(OTHER_DATA.format(then=then, now=now))
             self.plan.restore(found.own["strategy"]["iteration"], found.shared)
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
@@ -411,7 +419,8 @@ class Run:
         for recorder in self._recorders:
             recorder.flush()
         shared, own = self.state.snapshot(time.perf_counter() - self._begin)
-        written = self.checkpoints.save(done, shared | self.plan.snapshot(), own)
+        shared |= {"data": self.job.data.describe()} | self.plan.snapshot()
+        written = self.checkpoints.save(done, shared, own)
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written
 

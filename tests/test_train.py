@@ -511,6 +511,24 @@ def test_ranks_with_different_data_all_say_so(tmp_path: Path) -> None:
         assert "61 training samples" in text
 
 
+def test_a_run_that_resumes_with_other_data_says_so(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            (path := tmp_path / "data" / split / name).mkdir(parents=True)
+            for i in range(20):
+                Image.new("RGB", (8, 8), (i, i, i)).save(path / f"{i}.png")
+    words = f"{SHORT} --dataset images --image-size 8 --data-dir {tmp_path / 'data'} --loader-workers 0 --resume"
+    succeed(2, words, tmp_path / "run")
+    assert "warning" not in run(2, words, tmp_path / "run")[0][1]
+    for split in ("train", "test"):
+        (tmp_path / "data" / split / "dog").rename(tmp_path / "data" / split / "wolf")
+    (error, said, _), (_, nothing, _) = run(2, words, tmp_path / "run")
+    assert (error, nothing) == ("", "")
+    assert said.count("warning: the data are not those of the checkpoint, 40 training samples and 40 test samples") == 1
+
+
 def _train_in_own_folder(ranks: Ranks, folder: str, words: str) -> str:
     os.chdir(Path(folder) / str(ranks.rank))
     return train_as_a_rank(ranks, words.split())[0]

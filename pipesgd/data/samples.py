@@ -85,7 +85,8 @@ class DataSplits:
     """Channels, height and width of one image; or the bytes of one sample of text; in general, the shape of an input.
     None if inputs are not single tensors."""
     content: str = ""
-    """Mark that tells the data set from others of the same size, where one is known: for text, a checksum."""
+    """Mark that tells the data set from others of the same size, where one is known: a checksum of text, of names or
+    of samples."""
     sharded: bool = False
     """True if every rank has samples of its own, both for training and testing."""
 
