@@ -16,7 +16,7 @@ from pipesgd.config import TrainConfig, dataset_kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
 from pipesgd.data.augmentation import Augmentation
 from pipesgd.data.losses import Loss
-from pipesgd.data.samples import outputs_of
+from pipesgd.data.samples import on_tensors, outputs_of
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.functions import OWN, in_one_line, kind
 from pipesgd.optim.build import check_model
@@ -136,7 +136,8 @@ def check_fit(data: DataSplits, model: nn.Module, loss: Loss) -> None:
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for split, training in ((data.test, False), (data.train, True)):
-        inputs, targets = split[torch.arange(min(TRIED, len(split)))]
+        batch = split[torch.arange(min(TRIED, len(split)))]
+        inputs, targets = on_tensors(lambda tensor: tensor, batch)  # of the types that training will see
         model.train(training)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if not is_lazy(buffer)}
         with torch.set_grad_enabled(training):

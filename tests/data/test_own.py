@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -399,6 +399,29 @@ def test_trying_model_and_loss_leaves_no_trace(folder: Path) -> None:
     assert tried.training
     assert all(torch.equal(one, tried.state_dict()[name]) for name, one in expected.state_dict().items())
     assert all(parameter.grad is None for parameter in tried.parameters())
+
+
+class Target(NamedTuple):
+    """A target of two parts with names."""
+
+    label: Tensor
+    weight: Tensor
+
+
+def test_a_loss_is_tried_on_the_types_that_it_is_trained_on() -> None:
+    def loss(outputs: Tensor, targets: Any) -> Tensor:
+        kinds.append(type(targets))
+        return outputs.square().mean()
+
+    kinds: list[type] = []
+    for target, expected in ((Target(torch.tensor(1), torch.tensor(0.5)), Target), ([1, 0.5], tuple)):
+        samples = [(torch.ones(3), target)] * 4
+        data = own_splits((samples, samples), "own")
+        check_fit(data, torch.nn.Linear(3, 2), loss)
+        assert kinds[-2:] == [expected] * 2
+        (_, part), *_ = micro_batches_of(data.train[torch.arange(4)], 2)
+        assert type(part) is expected
+    assert all(len(one) == 2 for one in part)
 
 
 class MadeLate(torch.nn.Module):
