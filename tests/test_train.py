@@ -459,7 +459,11 @@ def test_a_folder_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
     [
         ("--width 0", "UserInputError: width must be at least 1; got 0"),
         ("--dataset mnist", "UserInputError: mnist must be in the folder --data-dir"),
-        ("--batch-size 800", "UserInputError: --batch-size must be at most 748: 2 ranks share 1497 samples; got 800"),
+        (
+            "--batch-size 32 --accumulation 100",
+            "UserInputError: --batch-size times --accumulation must be at most 748: 2 ranks share 1497 samples; "
+            "got 3200",
+        ),
         ("--device cuda", "UserInputError: device must be cpu where torch finds no GPU; got cuda"),
         ("--outer elastic --moving-rate 0.6", "UserInputError: moving-rate must be at most 1/2 with 2 ranks"),
         ("--strategy ps-sync --servers 3", "UserInputError: servers must be at most 2 on 2 ranks"),

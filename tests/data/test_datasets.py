@@ -437,7 +437,7 @@ def test_epochs_and_seeds_differ_and_no_seed_repeats_another_one_epoch_late() ->
 
 
 def test_a_batch_of_all_ranks_must_fit() -> None:
-    message = "^--batch-size must be at most 12: 4 ranks share 50 samples; got 13$"
+    message = "^--batch-size times --accumulation must be at most 12: 4 ranks share 50 samples; got 13$"
     with pytest.raises(DatasetError, match=message):
         sharded(50, batch_size=13, world_size=4)
     assert sharded(50, batch_size=12, world_size=4).iterations_per_epoch == 1
