@@ -61,7 +61,7 @@ from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
 from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.run.state import RunState
-from pipesgd.run.summary import Result, describe, network_line, summarize
+from pipesgd.run.summary import Result, describe, mean_of_finite, network_line, summarize
 from pipesgd.run.trace import Trace, loader
 from pipesgd.run.workload import agree_on_workload, check_exchange, load
 from pipesgd.strategies import make_pipeline, make_strategy, serve
@@ -436,11 +436,15 @@ class Run:
         if self.strategy.replicated:
             check_replicas(hashes, job.iterations)
         evaluation = self._evaluate()
+        losses, left_out = zip(
+            *workers.all_gather_object("losses of the last epoch", mean_of_finite(self.losses)), strict=True
+        )
         exposed = workers.all_gather_object("exposed loading", self._loading.summarize(job.ranks.local_world_size))
         return Result(
             iterations=job.iterations,
             wall_seconds=time.perf_counter() - self._begin,
-            train_loss=float(np.mean(workers.all_gather_object("loss of the last epoch", float(np.mean(self.losses))))),
+            train_loss=float(np.mean(losses)),
+            train_losses_left_out=sum(left_out),
             test_accuracy=evaluation.accuracy,
             test_loss=evaluation.loss,
             iteration_seconds=workers.all_gather_object("pace", statistics(self._paces)["median"]),

@@ -573,15 +573,15 @@ def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
 
 
 def _train_with_infinities(ranks: Ranks, words: list[str], bad: tuple[int, ...]) -> tuple[str, str, str]:
-    """Train with gradients that are not finite on rank 1 in ``bad`` iterations."""
+    """Train with a loss and gradients that are not finite on rank 1 in ``bad`` iterations."""
 
     def poisoned(strategy: Strategy, *others: Any) -> Any:
-        result = forward_backward(strategy, *others)
+        loss, spans = forward_backward(strategy, *others)
         gradient = next(strategy.module.parameters()).grad
         if ranks.rank == 1 and others[-1] in bad:
             assert gradient is not None
-            gradient.fill_(math.inf)
-        return result
+            gradient.fill_(loss := math.inf)
+        return loss, spans
 
     pytest.MonkeyPatch().setattr("pipesgd.train.forward_backward", poisoned)
     return train_as_a_rank(ranks, words)
@@ -595,7 +595,10 @@ def test_gradients_that_are_not_finite_are_counted_and_said_although_only_their_
     results = run_ranks(2, _train_with_infinities, words, (2, 5), process_group=False)
     assert [error for error, _, _ in results] == ["", ""]
     assert summary(tmp_path)["nonfinite_gradients_of_ranks"] == {"1": 2}
+    final = summary(tmp_path)["final"]
+    assert final["train_losses_left_out"] == 2
     said = "".join(out + err for _, out, err in results)
+    assert f"{final['train_loss']:.4f}, without 2 not finite" in said
     assert said.count("warning: the gradient of iteration 2 is not finite on rank 1") == 1
 
 

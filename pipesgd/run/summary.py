@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,9 @@ class Result:
     iterations: int
     wall_seconds: float
     train_loss: float
-    """Mean, over ranks and the last epoch's iterations, of the loss before each update."""
+    """Mean, over ranks and the last epoch's iterations, of the loss before each update, where that is finite."""
+    train_losses_left_out: int
+    """Number of these losses that are not finite, of all ranks."""
     test_accuracy: float | None
     """Accuracy of the last evaluation; None if the loss measures none."""
     test_loss: float
@@ -78,6 +80,16 @@ def _where_it_resumes(start: int, total: int) -> str:
     return f"continuing after iteration {start} of {total}"
 
 
+def mean_of_finite(losses: Collection[float]) -> tuple[float, int]:
+    """Return the mean of those ``losses`` that are finite, NaN if none is, and the number of the others.
+
+    >>> mean_of_finite([1.0, math.inf, 2.0])
+    (1.5, 1)
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return float(np.mean(finite)) if finite else math.nan, len(losses) - len(finite)
+
+
 def of_lines(name: str, lines: list[dict[str, Any]]) -> dict[str, float | None]:
     """Return the statistics of the seconds ``name`` in those lines of metrics.jsonl that have them."""
     return statistics(line["seconds"][name] for line in lines if name in line["seconds"])
@@ -116,6 +128,7 @@ def summarize(config: TrainConfig, ranks: Ranks, result: Result, lines: list[dic
         "nonfinite_gradients_of_ranks": {rank: number for rank, number in enumerate(result.nonfinite) if number},
         "final": {
             "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
+            "train_losses_left_out": result.train_losses_left_out,
             "test_accuracy": result.test_accuracy,
             "test_loss": result.test_loss if math.isfinite(result.test_loss) else None,
         },
