@@ -436,6 +436,8 @@ class Run:
         if self.strategy.replicated:
             check_replicas(hashes, job.iterations)
         evaluation = self._evaluate()
+        for recorder in self._recorders:
+            recorder.record_last(job.iterations, evaluation.accuracy, evaluation.loss)
         losses, left_out = zip(
             *workers.all_gather_object("losses of the last epoch", mean_of_finite(self.losses)), strict=True
         )

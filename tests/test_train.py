@@ -17,6 +17,7 @@ import torch
 from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
 from _runs import EXAMPLES, run, succeed, succeed_as_told, summary, train_as_a_rank
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
@@ -29,6 +30,13 @@ from pipesgd.train import train
 pytestmark = pytest.mark.slow
 
 SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
+
+
+def evaluations(folder: Path) -> list[tuple[int, float]]:
+    """Return iteration and accuracy of each evaluation that TensorBoard shows."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("test/accuracy")]
 
 
 def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
@@ -58,7 +66,7 @@ def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
     assert [line["iteration"] for line in lines] == list(range(80))
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     assert sum(value.numel() for value in weights.values()) == 648_010
-    assert list((tmp_path / "tensorboard").iterdir())
+    assert evaluations(tmp_path)[-1] == (80, pytest.approx(result["final"]["test_accuracy"]))
     screen = results[0][1]
     assert "80 iterations on 4 ranks" in screen
     assert "bit-identical" in screen
@@ -370,6 +378,7 @@ def test_a_finished_run_that_is_resumed_does_its_end_again(tmp_path: Path) -> No
     resumed = summary(tmp_path)
     assert resumed["final"] == whole["final"]
     assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert evaluations(tmp_path) == [(12, pytest.approx(whole["final"]["test_accuracy"]))]
     assert (tmp_path / "model.pt").exists()
 
 

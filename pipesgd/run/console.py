@@ -108,6 +108,9 @@ class ProgressBar:
             left = (self._total - done) * self._smooth["iteration"]
             say(self._console, f"iteration {done}/{self._total}: {self._figures()}, {left:.0f} s left")
 
+    def record_last(self, iterations: int, accuracy: float | None, loss: float) -> None:
+        """Do nothing, since the closing table shows them."""
+
     def flush(self) -> None:
         """Do nothing, since no output is buffered."""
 
