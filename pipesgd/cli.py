@@ -258,7 +258,7 @@ def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
         name = dashed(key)
         if FORMER_NAMES.get(name, name) not in defaults:
             raise UserInputError(
-                f"every key in {path} must be an option; got {key!r}{did_you_mean(name, list(defaults))}"
+                f"every key in {path} must be an option; got {key!r}{_did_you_mean(name, list(defaults))}"
             )
         try:
             is_flag = isinstance(defaults[FORMER_NAMES.get(name, name)], bool)
@@ -276,7 +276,10 @@ def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
             expected = "true or false" if is_flag else "a value, not true or false"
             raise UserInputError(f"{name} must be {expected} in a config file; got {json.dumps(value, default=str)}")
         return [f"--{name}"] if value else []
-    return [f"--{name}", *(str(item) for item in (value if isinstance(value, list) else [value]))]
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, dict) for item in items):
+        raise UserInputError(f"{name} must be a value or a list of them in a config file, and no table; got {value}")
+    return [f"--{name}", *map(str, items)]
 
 
 def _current_name(option: str) -> str:
@@ -326,11 +329,16 @@ def _check_names(argv: list[str], defaults: dict[str, Any]) -> None:
     names = [argument[2:].partition("=")[0].replace("_", "-") for argument in argv if argument.startswith("--")]
     for name in names:
         if name not in known:
-            other = OTHER_NAMES.get(name)
-            hint = f" (did you mean {other}?)" if other in known else did_you_mean(name, known)
-            raise UserInputError(f"every option must be one that --help-all lists; got --{name}{hint}")
+            raise UserInputError(
+                f"every option must be one that --help-all lists; got --{name}{_did_you_mean(name, known)}"
+            )
         if names.count(name) > 1:  # do not guess which of the values was meant
             raise UserInputError(f"{name} must be given once; got it {names.count(name)} times")
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    other = OTHER_NAMES.get(name)
+    return f" (did you mean {other}?)" if other in known else did_you_mean(name, known)
 
 
 def _check_digits(argv: list[str], config: Config) -> None:

@@ -62,7 +62,7 @@ from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
 from pipesgd.run.metrics import History, IterationMetrics, MetricsWriter, statistics, step_seconds
 from pipesgd.run.state import RunState
-from pipesgd.run.summary import Result, describe, measured_before, network_line, summarize
+from pipesgd.run.summary import Result, describe, mean_of_finite, measured_before, network_line, summarize
 from pipesgd.run.trace import Trace, loader
 from pipesgd.run.workload import agree_on_workload, check_exchange, load
 from pipesgd.strategies import make_pipeline, make_strategy, serve
@@ -76,6 +76,11 @@ FELL_BACK = (
 LEFT_OUT = (
     "warning: the gradient of iteration {iteration} is not finite on {ranks}: the update is skipped "
     "(--on-nonfinite skip); summary.json counts them by rank"
+)
+
+OTHER_DATA = (
+    "warning: the data are not those of the checkpoint, {then}; got {now}: the run continues with them, and is not "
+    "what it would have been without the interruption"
 )
 
 DRIFTS = (
@@ -270,6 +275,9 @@ class Run:
         if found is None:
             workers.raise_together("results of an earlier run", lambda: output.check_no_results(self.job.folder))
         else:
+            now = self.job.data.describe()
+            if (then := found.shared.get("data", now)) != now:  # earlier versions kept none
+                self.job.say(OTHER_DATA.format(then=then, now=now))
             self.plan.restore(found.own["strategy"]["iteration"], found.shared)
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
@@ -420,7 +428,8 @@ class Run:
         for recorder in self._recorders:
             recorder.flush()
         shared, own = self.state.snapshot(time.perf_counter() - self._begin)
-        written = self.checkpoints.save(done, shared | self.plan.snapshot(), own)
+        shared |= {"data": self.job.data.describe()} | self.plan.snapshot()
+        written = self.checkpoints.save(done, shared, own)
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written
 
@@ -436,11 +445,17 @@ class Run:
         if self.strategy.replicated:
             check_replicas(hashes, job.iterations)
         evaluation = self._evaluate()
+        for recorder in self._recorders:
+            recorder.record_last(job.iterations, evaluation.accuracy, evaluation.loss)
+        losses, left_out = zip(
+            *workers.all_gather_object("losses of the last epoch", mean_of_finite(self.losses)), strict=True
+        )
         exposed = workers.all_gather_object("exposed loading", self._loading.summarize(job.ranks.local_world_size))
         return Result(
             iterations=job.iterations,
             wall_seconds=time.perf_counter() - self._begin,
-            train_loss=float(np.mean(workers.all_gather_object("loss of the last epoch", float(np.mean(self.losses))))),
+            train_loss=float(np.mean(losses)),
+            train_losses_left_out=sum(left_out),
             test_accuracy=evaluation.accuracy,
             test_loss=evaluation.loss,
             iteration_seconds=workers.all_gather_object("pace", statistics(self._paces)["median"]),

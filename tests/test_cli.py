@@ -472,6 +472,15 @@ def test_any_words_are_a_configuration_or_one_error_of_ours(words: list[str]) ->
         ("width = 0", "width must be at least 1; got 0"),
         ("width = 1.5", "width must be a whole number or auto; got '1.5'"),
         ("width = true", "width must be a value, not true or false in a config file; got true"),
+        ("learning-rate = 1.0", "every key in {} must be an option; got 'learning-rate' (did you mean lr?)"),
+        (
+            "output = {a = 1}",
+            "output must be a value or a list of them in a config file, and no table; got {{'a': 1}}",
+        ),
+        (
+            "[[output]]\na = 1",
+            "output must be a value or a list of them in a config file, and no table; got [{{'a': 1}}]",
+        ),
         ("trace = 1", "trace must be true or false in a config file; got 1"),
         ("width = ", "config must be a TOML file; got {}: Invalid value (at end of document)"),
         ("lr = " + "[" * 5000, "config must be a TOML file; got {}: it is nested too deeply"),

@@ -18,6 +18,7 @@ from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
 from _runs import EXAMPLES, run, succeed, succeed_as_told, summary, train_as_a_rank
 from _waiting import wait_until
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipesgd import train as train_module
 from pipesgd.comm.all_reduce import ScheduledAllReduce
@@ -33,6 +34,13 @@ from pipesgd.train import train
 pytestmark = pytest.mark.slow
 
 SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
+
+
+def evaluations(folder: Path) -> list[tuple[int, float]]:
+    """Return iteration and accuracy of each evaluation that TensorBoard shows."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("test/accuracy")]
 
 
 def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
@@ -62,7 +70,7 @@ def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
     assert [line["iteration"] for line in lines] == list(range(80))
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     assert sum(value.numel() for value in weights.values()) == 648_010
-    assert list((tmp_path / "tensorboard").iterdir())
+    assert evaluations(tmp_path)[-1] == (80, pytest.approx(result["final"]["test_accuracy"]))
     screen = results[0][1]
     assert "80 iterations on 4 ranks" in screen
     assert "bit-identical" in screen
@@ -396,6 +404,7 @@ def test_a_finished_run_that_is_resumed_does_its_end_again(tmp_path: Path) -> No
     resumed = summary(tmp_path)
     assert resumed["final"] == whole["final"]
     assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert evaluations(tmp_path) == [(12, pytest.approx(whole["final"]["test_accuracy"]))]
     assert (tmp_path / "model.pt").exists()
 
 
@@ -512,7 +521,11 @@ def test_a_folder_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
     [
         ("--width 0", "UserInputError: width must be at least 1; got 0"),
         ("--dataset mnist", "UserInputError: mnist must be in the folder --data-dir"),
-        ("--batch-size 800", "UserInputError: --batch-size must be at most 748: 2 ranks share 1497 samples; got 800"),
+        (
+            "--batch-size 32 --accumulation 100",
+            "UserInputError: --batch-size times --accumulation must be at most 748: 2 ranks share 1497 samples; "
+            "got 3200",
+        ),
         ("--device cuda", "UserInputError: device must be cpu where torch finds no GPU; got cuda"),
         ("--outer elastic --moving-rate 0.6", "UserInputError: moving-rate must be at most 1/2 with 2 ranks"),
         ("--strategy ps-sync --servers 3", "UserInputError: servers must be at most 2 on 2 ranks"),
@@ -564,6 +577,24 @@ def test_ranks_with_different_data_all_say_so(tmp_path: Path) -> None:
         assert "61 training samples" in text
 
 
+def test_a_run_that_resumes_with_other_data_says_so(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            (path := tmp_path / "data" / split / name).mkdir(parents=True)
+            for i in range(20):
+                Image.new("RGB", (8, 8), (i, i, i)).save(path / f"{i}.png")
+    words = f"{SHORT} --dataset images --image-size 8 --data-dir {tmp_path / 'data'} --loader-workers 0 --resume"
+    succeed(2, words, tmp_path / "run")
+    assert "warning" not in run(2, words, tmp_path / "run")[0][1]
+    for split in ("train", "test"):
+        (tmp_path / "data" / split / "dog").rename(tmp_path / "data" / split / "wolf")
+    (error, said, _), (_, nothing, _) = run(2, words, tmp_path / "run")
+    assert (error, nothing) == ("", "")
+    assert said.count("warning: the data are not those of the checkpoint, 40 training samples and 40 test samples") == 1
+
+
 def _train_in_own_folder(ranks: Ranks, folder: str, words: str) -> str:
     os.chdir(Path(folder) / str(ranks.rank))
     return train_as_a_rank(ranks, words.split())[0]
@@ -604,15 +635,15 @@ def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
 
 
 def _train_with_infinities(ranks: Ranks, words: list[str], bad: tuple[int, ...]) -> tuple[str, str, str]:
-    """Train with gradients that are not finite on rank 1 in ``bad`` iterations."""
+    """Train with a loss and gradients that are not finite on rank 1 in ``bad`` iterations."""
 
     def poisoned(strategy: Strategy, *others: Any) -> Any:
-        result = forward_backward(strategy, *others)
+        loss, spans = forward_backward(strategy, *others)
         gradient = next(strategy.module.parameters()).grad
         if ranks.rank == 1 and others[-1] in bad:
             assert gradient is not None
-            gradient.fill_(math.inf)
-        return result
+            gradient.fill_(loss := math.inf)
+        return loss, spans
 
     pytest.MonkeyPatch().setattr("pipesgd.train.forward_backward", poisoned)
     return train_as_a_rank(ranks, words)
@@ -626,7 +657,10 @@ def test_gradients_that_are_not_finite_are_counted_and_said_although_only_their_
     results = run_ranks(2, _train_with_infinities, words, (2, 5), process_group=False)
     assert [error for error, _, _ in results] == ["", ""]
     assert summary(tmp_path)["nonfinite_gradients_of_ranks"] == {"1": 2}
+    final = summary(tmp_path)["final"]
+    assert final["train_losses_left_out"] == 2
     said = "".join(out + err for _, out, err in results)
+    assert f"{final['train_loss']:.4f}, without 2 not finite" in said
     assert said.count("warning: the gradient of iteration 2 is not finite on rank 1") == 1
 
 

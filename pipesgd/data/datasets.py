@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from pipesgd.config import DATASETS, dataset_kind
 from pipesgd.data.binary_files import read_cifar100, read_labelled_idx
 from pipesgd.data.image_folder import ImageFolder, class_names
-from pipesgd.data.own import own_splits
+from pipesgd.data.own import content_of, own_splits
 from pipesgd.data.samples import DataSplits, ImagesOfFiles, InMemoryImages, PixelScale
 from pipesgd.data.text import TextWindows, read_text
 from pipesgd.errors import DatasetError
@@ -104,7 +105,7 @@ def _digits() -> DataSplits:
     labels = torch.from_numpy(table[:, 64])
     is_test = torch.arange(len(labels)) % 6 == 0
     train, test = (InMemoryImages(pixels[s], labels[s], _SCALES["digits"]) for s in (~is_test, is_test))
-    return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 8, 8))
+    return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 8, 8), content=content_of(train, test))
 
 
 def _mnist_like(name: str, data_dir: Path | None = None) -> DataSplits:
@@ -120,7 +121,7 @@ def _mnist_like(name: str, data_dir: Path | None = None) -> DataSplits:
         ImagesOfFiles(functools.partial(read_labelled_idx, images, labels, num_classes=10), _SCALES[name])
         for images, labels in (paths[:2], paths[2:])
     )
-    return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 28, 28))
+    return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 28, 28), content=content_of(train, test))
 
 
 def _cifar100(data_dir: Path | None = None) -> DataSplits:
@@ -128,7 +129,9 @@ def _cifar100(data_dir: Path | None = None) -> DataSplits:
     how = "the binary version, cifar-100-binary.tar.gz unpacked; --data-dir names the folder"
     paths = _locate("cifar100", folders, CIFAR100_FILES, how)
     train, test = (ImagesOfFiles(functools.partial(read_cifar100, path), _SCALES["cifar100"]) for path in paths)
-    return DataSplits(train=train, test=test, num_classes=100, sample_shape=(3, 32, 32))
+    return DataSplits(
+        train=train, test=test, num_classes=100, sample_shape=(3, 32, 32), content=content_of(train, test)
+    )
 
 
 def _images(image_size: int, data_dir: Path | None = None) -> DataSplits:
@@ -139,7 +142,15 @@ def _images(image_size: int, data_dir: Path | None = None) -> DataSplits:
         ImageFolder(data_dir / split, classes, image_size=image_size, scale=_SCALES["images"])
         for split in ("train", "test")
     )
-    return DataSplits(train=train, test=test, num_classes=len(classes), sample_shape=(3, image_size, image_size))
+    # Names, and not pixels: two versions of a decoder may differ in some bits.
+    names = "\0\0".join("\0".join(split.names()) for split in (train, test))
+    return DataSplits(
+        train=train,
+        test=test,
+        num_classes=len(classes),
+        sample_shape=(3, image_size, image_size),
+        content=f"classes and files whose names have the SHA-256 {hashlib.sha256(os.fsencode(names)).hexdigest()[:16]}",
+    )
 
 
 def _text(name: str, context: int) -> DataSplits:

@@ -37,6 +37,7 @@ class ImageFolder(BatchedDataset):
         ``image_size`` is the side of the square in pixels. Raises ``DatasetError`` for a folder that is
         not among ``classes`` or holds no image.
         """
+        self._folder = str(split_dir)
         self._paths: list[str] = []
         labels: list[int] = []
         for name in class_names(split_dir):
@@ -55,6 +56,10 @@ class ImageFolder(BatchedDataset):
 
     def __len__(self) -> int:
         return len(self._paths)
+
+    def names(self) -> list[str]:
+        """Return CLASS/FILE of each image, in order."""
+        return [path[len(self._folder) + 1 :] for path in self._paths]
 
     def __getitem__(self, indices: torch.Tensor) -> Batch:
         """Return a batch; raises ``DatasetError`` naming the file if one cannot be decoded."""

@@ -97,8 +97,8 @@ class ShardedBatches:
         largest = len(dataset) // world_size
         if batch_size > largest:
             raise DatasetError(
-                f"--batch-size must be at most {largest}: {world_size} ranks share {len(dataset)} samples; "
-                f"got {batch_size}"
+                f"--batch-size times --accumulation must be at most {largest}: {world_size} ranks share "
+                f"{len(dataset)} samples; got {batch_size}"
             )
         self.iterations_per_epoch = len(dataset) // (world_size * batch_size)
         self._dataset = dataset

@@ -107,7 +107,7 @@ def own_splits(made: Any, name: str) -> DataSplits:
         test=test,
         num_classes=_num_classes(made[0]),
         sample_shape=tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else None,
-        content=f"samples with the SHA-256 {_checksum(train, test)}",
+        content=content_of(train, test),
     )
 
 
@@ -144,8 +144,8 @@ def _num_classes(samples: Any) -> int | None:
     raise DatasetError(f"num_classes of the training data must be a whole number above 0; got {found!r}")
 
 
-def _checksum(*datasets: BatchedDataset) -> str:
-    """Return a hash of the first, middle and last samples; of data that are read in order, only of the first one.
+def content_of(*datasets: BatchedDataset) -> str:
+    """Return a hash of the first, middle and last samples, in words; of data that are read in order, of the first only.
 
     Each sample is read twice, and what differs, as after a random augmentation, counts with its shape only.
     """
@@ -158,7 +158,7 @@ def _checksum(*datasets: BatchedDataset) -> str:
                 digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
                 if torch.equal(tensor, other):
                     digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return f"samples with the SHA-256 {digest.hexdigest()[:16]}"
 
 
 def _kind(value: Any) -> str:

@@ -19,13 +19,17 @@ data set of the user's own, inputs and targets are tensors (B, ...), or tuples o
 
 
 def on_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
-    """Return ``values``, a tensor or a tuple or dict of them at any depth, with ``function`` applied to each tensor."""
+    """Return ``values``, a tensor or a tuple or dict of them at any depth, with ``function`` applied to each tensor.
+
+    Named tuples stay what they are; lists become tuples, and other mappings dicts.
+    """
     if isinstance(values, torch.Tensor):
         return function(values)
     if isinstance(values, Mapping):
         return {name: on_tensors(function, value) for name, value in values.items()}
     if isinstance(values, tuple | list):
-        return tuple(on_tensors(function, value) for value in values)
+        parts = tuple(on_tensors(function, value) for value in values)
+        return type(values)(*parts) if hasattr(values, "_fields") else parts
     raise DatasetError(
         f"samples must consist of tensors, arrays and numbers, in tuples or dicts; got one of type "
         f"{type(values).__name__}"
@@ -85,7 +89,8 @@ class DataSplits:
     """Channels, height and width of one image; or the bytes of one sample of text; in general, the shape of an input.
     None if inputs are not single tensors."""
     content: str = ""
-    """Mark that tells the data set from others of the same size, where one is known: for text, a checksum."""
+    """Mark that tells the data set from others of the same size, where one is known: a checksum of text, of names or
+    of samples."""
     sharded: bool = False
     """True if every rank has samples of its own, both for training and testing."""
 

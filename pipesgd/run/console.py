@@ -95,7 +95,8 @@ class ProgressBar:
         now = {"loss": metrics.loss, "samples_per_second": metrics.samples_per_second, **metrics.seconds}
         for name, value in now.items():
             before = self._smooth.get(name, value)
-            self._smooth[name] = before + SMOOTHING * (value - before)
+            # A mean with a loss that is not finite would never be finite again.
+            self._smooth[name] = before + SMOOTHING * (value - before) if math.isfinite(before) else value
         if metrics.test_accuracy is not None:
             self._accuracy = metrics.test_accuracy
         if self._console.is_terminal:
@@ -106,6 +107,9 @@ class ProgressBar:
             self._spoke = time.monotonic()
             left = (self._total - done) * self._smooth["iteration"]
             say(self._console, f"iteration {done}/{self._total}: {self._figures()}, {left:.0f} s left")
+
+    def record_last(self, iterations: int, accuracy: float | None, loss: float) -> None:
+        """Do nothing, since the closing table shows them."""
 
     def flush(self) -> None:
         """Do nothing, since no output is buffered."""
@@ -131,7 +135,9 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     ranks = summary["world_size"]
     table.add_row("trained", f"{summary['iterations']} iterations on {ranks} rank{'s' if ranks > 1 else ''}")
     table.add_row("wall clock", f"{summary['wall_seconds']:.1f} s")
-    table.add_row("loss, last epoch", "not finite" if final["train_loss"] is None else f"{final['train_loss']:.4f}")
+    left_out = f", without {final['train_losses_left_out']} not finite" if final["train_losses_left_out"] else ""
+    train_loss = "not finite" if final["train_loss"] is None else f"{final['train_loss']:.4f}{left_out}"
+    table.add_row("loss, last epoch", train_loss)
     if final["test_accuracy"] is not None:
         table.add_row("test accuracy", f"{final['test_accuracy']:.2%}")
     table.add_row("test loss", "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,7 +25,8 @@ class Evaluation:
     accuracy: float | None
     """Share of the labels that were predicted rightly; None if the loss does not say what that means."""
     loss: float
-    """Mean loss of a sample: with cross-entropy, that of its labels in nats. Not finite if the weights are not."""
+    """Mean loss of a prediction if the loss says which are right (with cross-entropy, of a label, in nats), else of a
+    sample. Not finite if the weights are not."""
 
 
 def evaluate(
@@ -60,7 +62,7 @@ def evaluate(
 
 
 Sums = tuple[int, int, float, int]
-"""Number of labels predicted rightly, number of labels that were compared, loss of all samples, and their number."""
+"""Number of labels predicted rightly, number of labels that were compared, sum of all losses, and their number."""
 
 
 @torch.no_grad()
@@ -72,13 +74,14 @@ def sums(model: nn.Module, batches: Iterable[Batch], device: torch.device, loss:
     for batch in batches:
         inputs, targets = on_tensors(lambda tensor: tensor.to(device), batch)
         outputs = outputs_of(model, inputs)
-        samples = len(tensors_of(batch)[0])
-        total += loss(outputs, targets).item() * samples
-        count += samples
+        weight = len(tensors_of(batch)[0])
         if is_correct is not None:
             found = is_correct(outputs, targets)
             correct += int(found.sum())
-            compared += found.numel()
+            compared += (weight := found.numel())  # labels that do not count, such as padding, may be left out
+        if weight > 0:
+            total += loss(outputs, targets).item() * weight
+            count += weight
     model.train()
     return correct, compared, total, count
 
@@ -86,4 +89,4 @@ def sums(model: nn.Module, batches: Iterable[Batch], device: torch.device, loss:
 def mean(parts: Iterable[Sums]) -> Evaluation:
     """Return the evaluation of a data set from those of its parts."""
     correct, compared, total, count = (sum(values) for values in zip(*parts, strict=True))
-    return Evaluation(accuracy=correct / compared if compared else None, loss=total / count)
+    return Evaluation(accuracy=correct / compared if compared else None, loss=total / count if count else math.nan)

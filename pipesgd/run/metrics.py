@@ -177,7 +177,17 @@ class MetricsWriter:
             "test/loss": metrics.test_loss,
             **{f"seconds/{name}": value for name, value in metrics.seconds.items()},
         }
-        self._events.add(metrics.iteration, {name: value for name, value in scalars.items() if value is not None})
+        self._add(metrics.iteration, scalars)
+
+    def record_last(self, iterations: int, accuracy: float | None, loss: float) -> None:
+        """Write the evaluation after all ``iterations`` into the events: metrics.jsonl has no line for it.
+
+        It is the event of one more iteration, which voids that of an earlier attempt at the end of the run.
+        """
+        self._add(iterations, {"test/accuracy": accuracy, "test/loss": loss})
+
+    def _add(self, iteration: int, scalars: dict[str, float | None]) -> None:
+        self._events.add(iteration, {name: value for name, value in scalars.items() if value is not None})
 
     def flush(self) -> None:
         """Write all metrics to the disk, so that those of a checkpoint written next are there too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ class Result:
     iterations: int
     wall_seconds: float
     train_loss: float
-    """Mean, over ranks and the last epoch's iterations, of the loss before each update."""
+    """Mean, over ranks and the last epoch's iterations, of the loss before each update, where that is finite."""
+    train_losses_left_out: int
+    """Number of these losses that are not finite, of all ranks."""
     test_accuracy: float | None
     """Accuracy of the last evaluation; None if the loss measures none."""
     test_loss: float
@@ -84,6 +86,16 @@ OF_THIS_ATTEMPT = ("iteration_seconds_of_ranks", "compute_seconds_of_ranks", "lo
 """Fields of summary.json that each rank measures of iterations since it was started."""
 
 
+def mean_of_finite(losses: Collection[float]) -> tuple[float, int]:
+    """Return the mean of those ``losses`` that are finite, NaN if none is, and the number of the others.
+
+    >>> mean_of_finite([1.0, math.inf, 2.0])
+    (1.5, 1)
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return float(np.mean(finite)) if finite else math.nan, len(losses) - len(finite)
+
+
 def measured_before(path: Path, ranks: int) -> dict[str, list[float | None]]:
     """Return the fields ``OF_THIS_ATTEMPT``, as far as the summary at ``path`` has them of this many ranks."""
     try:
@@ -130,6 +142,7 @@ def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: Histor
         "nonfinite_gradients_of_ranks": {rank: number for rank, number in enumerate(result.nonfinite) if number},
         "final": {
             "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
+            "train_losses_left_out": result.train_losses_left_out,
             "test_accuracy": result.test_accuracy,
             "test_loss": result.test_loss if math.isfinite(result.test_loss) else None,
         },

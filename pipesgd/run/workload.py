@@ -6,6 +6,7 @@ import functools
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.own import codec_options
@@ -15,7 +16,7 @@ from pipesgd.config import TrainConfig, dataset_kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
 from pipesgd.data.augmentation import Augmentation
 from pipesgd.data.losses import Loss
-from pipesgd.data.samples import outputs_of
+from pipesgd.data.samples import on_tensors, outputs_of
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.functions import OWN, in_one_line, kind
 from pipesgd.optim.build import check_model
@@ -127,16 +128,18 @@ def augmentation_of(config: TrainConfig, data: DataSplits) -> Augmentation | Non
 def check_fit(data: DataSplits, model: nn.Module, loss: Loss) -> None:
     """Try ``model`` and ``loss`` on a few samples, as evaluation and training will use them.
 
-    Weights and buffers stay as they are; random numbers are drawn.
+    Weights and buffers stay as they are; random numbers are drawn. Those that only a forward pass makes, as in torch's
+    lazy modules, are there afterwards.
 
     Raises:
         UserInputError: the model does not take the inputs, or the loss is not a scalar that has a gradient.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for split, training in ((data.test, False), (data.train, True)):
-        inputs, targets = split[torch.arange(min(TRIED, len(split)))]
+        batch = split[torch.arange(min(TRIED, len(split)))]
+        inputs, targets = on_tensors(lambda tensor: tensor, batch)  # of the types that training will see
         model.train(training)
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if not is_lazy(buffer)}
         with torch.set_grad_enabled(training):
             with in_one_line("model must accept the inputs of the data set"):
                 outputs = outputs_of(model, inputs)
@@ -150,7 +153,8 @@ def check_fit(data: DataSplits, model: nn.Module, loss: Loss) -> None:
                 torch.autograd.grad(mean, parameters, allow_unused=True)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
 
 
 def agree_on_workload(

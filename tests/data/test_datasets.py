@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import multiprocessing
+import shutil
 import struct
 import sys
 import tracemalloc
@@ -139,6 +140,20 @@ def test_mnist_gives_back_the_pixels_and_labels_of_its_files(tmp_path: Path, zip
         expected = (torch.from_numpy(pixels).unsqueeze(1) / 255 - 0.1307) / 0.3081
         torch.testing.assert_close(images, expected.float(), rtol=0, atol=1e-6)
         assert got_labels.tolist() == labels.tolist()
+
+
+def test_the_mark_of_an_mnist_is_that_of_its_images_and_labels(tmp_path: Path) -> None:
+    def mark() -> str:
+        return load_dataset("mnist", tmp_path, image_size=64).describe()
+
+    write_mnist(tmp_path)
+    marks = {mark(), mark()}
+    assert len(marks) == 1
+    for file, offset in ((IDX_FILES[0], 16), (IDX_FILES[3], 8)):
+        content = (tmp_path / file).read_bytes()
+        overwrite(tmp_path / file, offset, (content[offset] + 1) % 10)
+        marks.add(mark())
+    assert len(marks) == 3
 
 
 def overwrite(path: Path, offset: int, value: int) -> None:
@@ -310,6 +325,18 @@ def test_image_folder(image_folder: Path) -> None:
     assert (bytes_shown[1] == 255).all()
 
 
+@pytest.mark.parametrize(("former", "name"), [("train/ant", "train/wasp"), ("test/bee/3.jpeg", "test/bee/4.jpeg")])
+def test_the_mark_of_an_image_folder_is_that_of_its_names(image_folder: Path, former: str, name: str) -> None:
+    def mark() -> str:
+        return load_dataset("images", image_folder, image_size=4).describe()
+
+    before = mark()
+    (image_folder / former).rename(image_folder / name)
+    assert mark() != before
+    copy = shutil.copytree(image_folder, image_folder / "copy", ignore=shutil.ignore_patterns("copy"))
+    assert load_dataset("images", copy, image_size=4).describe() == mark()
+
+
 def test_bad_image_is_named(image_folder: Path) -> None:
     path = image_folder / "train/bee/2.gif"
     truncated = (image_folder / "train/ant/1.jpg").read_bytes()[:-100]
@@ -410,7 +437,7 @@ def test_epochs_and_seeds_differ_and_no_seed_repeats_another_one_epoch_late() ->
 
 
 def test_a_batch_of_all_ranks_must_fit() -> None:
-    message = "^--batch-size must be at most 12: 4 ranks share 50 samples; got 13$"
+    message = "^--batch-size times --accumulation must be at most 12: 4 ranks share 50 samples; got 13$"
     with pytest.raises(DatasetError, match=message):
         sharded(50, batch_size=13, world_size=4)
     assert sharded(50, batch_size=12, world_size=4).iterations_per_epoch == 1

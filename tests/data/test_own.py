@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from pipesgd.data.own import InOrder, MapStyle, own_splits
 from pipesgd.data.samples import micro_batches_of
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import alone
-from pipesgd.run.workload import load
+from pipesgd.run.workload import check_fit, load
 
 MODULE = """
 import os
@@ -399,6 +399,61 @@ def test_trying_model_and_loss_leaves_no_trace(folder: Path) -> None:
     assert tried.training
     assert all(torch.equal(one, tried.state_dict()[name]) for name, one in expected.state_dict().items())
     assert all(parameter.grad is None for parameter in tried.parameters())
+
+
+class Target(NamedTuple):
+    """A target of two parts with names."""
+
+    label: Tensor
+    weight: Tensor
+
+
+def test_a_loss_is_tried_on_the_types_that_it_is_trained_on() -> None:
+    def loss(outputs: Tensor, targets: Any) -> Tensor:
+        kinds.append(type(targets))
+        return outputs.square().mean()
+
+    kinds: list[type] = []
+    for target, expected in ((Target(torch.tensor(1), torch.tensor(0.5)), Target), ([1, 0.5], tuple)):
+        samples = [(torch.ones(3), target)] * 4
+        data = own_splits((samples, samples), "own")
+        check_fit(data, torch.nn.Linear(3, 2), loss)
+        assert kinds[-2:] == [expected] * 2
+        (_, part), *_ = micro_batches_of(data.train[torch.arange(4)], 2)
+        assert type(part) is expected
+    assert all(len(one) == 2 for one in part)
+
+
+class MadeLate(torch.nn.Module):
+    """A model with a buffer that its first forward pass makes, one that it enlarges, and one that it counts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None)
+        self.register_buffer("cache", torch.zeros(0))
+        self.register_buffer("calls", torch.zeros(()))
+        self.layers = torch.nn.Sequential(
+            torch.nn.LazyLinear(4),
+            torch.nn.LazyBatchNorm1d(),
+            torch.nn.Linear(4, 2),  # type: ignore[no-untyped-call]
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(3)
+        if len(self.cache) == 0:
+            self.cache = torch.ones(3)
+        self.calls += 1
+        logits: Tensor = self.layers(inputs * self.mask * self.cache)
+        return logits
+
+
+def test_a_model_is_tried_that_makes_buffers_in_its_first_forward_pass() -> None:
+    data, model = TensorDataset(torch.randn(20, 3), torch.arange(20) % 2), MadeLate()
+    check_fit(own_splits((data, data), "own"), model, find_loss("cross-entropy"))
+    assert model.calls == 0
+    assert model.layers[1].running_mean.tolist() == [0] * 4
+    assert model.cache.tolist() == model.mask.tolist() == [1] * 3
 
 
 # ---------------------------------------------------------------- samples

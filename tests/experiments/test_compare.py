@@ -96,7 +96,7 @@ def test_a_contenders_own_option_wins_over_the_workloads() -> None:
         (["--workload", "mlp", "--train", "--lr 0.1"], "--train and --workload must not both be given"),
         (["--train", "--lr '0.1"], "must be words as a shell splits them"),
         (["--train", "digits"], "must begin with an option"),
-        (["--train", "--batch-size 9999"], "batch-size must be at most"),
+        (["--train", "--batch-size 9999"], "batch-size times --accumulation must be at most"),
         (["--rate", "200foo"], "rate must be a number and a unit"),
         (["--rate", "0mbit"], "rate must be above 0"),
         (["--nodes", "1"], "--nodes: must be a whole number of at least 2; got '1'"),

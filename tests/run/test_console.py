@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+from collections.abc import Mapping
 
 import pytest
 from rich.console import Console
@@ -12,8 +14,11 @@ from pipesgd.run.console import ProgressBar
 from pipesgd.run.metrics import IterationMetrics
 
 
-def last_frame(width: int) -> str:
-    """Return the bar on a terminal of ``width`` columns, some iterations into a run, without colours."""
+def last_frame(width: int, losses: Mapping[int, float] = {}) -> str:
+    """Return the bar on a terminal of ``width`` columns, some iterations into a run, without colours.
+
+    ``losses`` are those of some iterations; the others have the same.
+    """
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, height=24)
     with ProgressBar(console, total=12_000, start=0) as bar:
@@ -22,7 +27,7 @@ def last_frame(width: int) -> str:
                 IterationMetrics(
                     iteration=iteration,
                     epoch=0,
-                    loss=2.254,
+                    loss=losses.get(iteration, 2.254),
                     lr=0.1,
                     samples_per_second=8119.0,
                     seconds={"iteration": 3.0, "compute": 1.5, "communication": 4.0, "exposed": 0.84, "update": 0.5},
@@ -60,3 +65,8 @@ def test_a_narrow_terminal_shows_the_more_important_figures(width: int, figures:
 
 def test_where_no_figure_fits_the_count_stays() -> None:
     assert "150/12000" in last_frame(30)
+
+
+@pytest.mark.parametrize(("iteration", "shown"), [(0, "2.254"), (70, "2.254"), (149, "nan")])
+def test_a_loss_that_is_not_finite_is_shown_until_the_next_one(iteration: int, shown: str) -> None:
+    assert f"loss {shown}" in last_frame(60, {iteration: math.nan})

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from _ranks import run_ranks
 from torch.nn.functional import cross_entropy
 
 from pipesgd.baselines.local import Local
-from pipesgd.data import build_model
+from pipesgd.data import CROSS_ENTROPY, build_model
 from pipesgd.data.samples import BatchedDataset, InMemoryImages, PixelScale
 from pipesgd.data.text import TextWindows
+from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks, join
-from pipesgd.run.evaluation import Evaluation, evaluate
+from pipesgd.run.evaluation import Evaluation, evaluate, mean, sums
 
 
 def images(samples: int) -> BatchedDataset:
@@ -61,3 +64,46 @@ def test_the_ranks_parts_make_the_whole(name: str) -> None:
     assert results[0] == results[1]
     assert results[0].accuracy == pytest.approx((logits.argmax(dim=-1) == labels).float().mean().item())
     assert results[0].loss == pytest.approx(cross_entropy(logits.movedim(-1, 1), labels).item(), rel=1e-5)
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits (8, 6, 5) and labels (8, 6), of which -100 does not count: all of the last three samples'."""
+    logits = torch.randn(8, 6, 5, generator=torch.Generator().manual_seed(2))
+    labels = torch.full((8, 6), -100)
+    for sample, length in enumerate([6, 1, 4, 2, 3]):
+        labels[sample, :length] = torch.arange(length) % 5
+    return logits, labels
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_labels_that_do_not_count_are_in_neither_accuracy_nor_loss(batch_size: int) -> None:
+    logits, labels = padded()
+    batches = list(zip(logits.split(batch_size), labels.split(batch_size), strict=True))
+    found = mean(sums(torch.nn.Identity(), [batch], torch.device("cpu")) for batch in batches)
+    counts = labels >= 0
+    assert found.accuracy == pytest.approx((logits.argmax(dim=-1) == labels)[counts].float().mean().item())
+    assert found.loss == pytest.approx(cross_entropy(logits[counts], labels[counts]).item(), rel=1e-6)
+
+
+def test_an_evaluation_without_labels_that_count_says_nothing() -> None:
+    logits, labels = padded()
+    found = mean([sums(torch.nn.Identity(), [(logits[5:], labels[5:])], torch.device("cpu"))])
+    assert found.accuracy is None
+    assert math.isnan(found.loss)
+
+
+@pytest.mark.parametrize("label", [-1, -101, 5])
+def test_a_label_that_is_no_class_is_refused(label: int) -> None:
+    logits, labels = padded()
+    labels[2, 3] = label
+    with pytest.raises(UserInputError, match=f"^labels must be 0 to 4, or -100 for .*; got {label}$"):
+        CROSS_ENTROPY(logits, labels)
+
+
+def test_logits_in_torchs_layout_are_refused_and_dimensions_of_one_do_not_matter() -> None:
+    logits, labels = torch.randn(2, 3, 4, 3), torch.randint(3, (2, 4, 3))
+    for use in (CROSS_ENTROPY, CROSS_ENTROPY.correct):
+        with pytest.raises(UserInputError, match=r"^labels must have the shape .*, \(2, 3, 4\); got \(2, 4, 3\)$"):
+            use(logits, labels)
+    labels = labels.view(2, 1, 3, 4)
+    assert torch.equal(CROSS_ENTROPY(logits, labels), cross_entropy(logits.view(24, 3), labels.view(24)))
