@@ -221,7 +221,7 @@ class LocalSteps(Strategy):
         warmup_iterations: first iterations that are exchanged one by one, at width 1.
         clip_norm: largest norm of this rank's own gradient.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
-        scaler: loss scaler for float16, as in ``Pipelined``; each rank's scale is its own.
+        scaler: loss scaler for float16, of these local steps alone, as in ``Pipelined``; each rank's scale is its own.
         codec: encoding of movements, as in ``Pipelined``; with "elastic", one that keeps no residual.
         on_nonfinite: "stop" or "skip", for this rank's own gradients and for mean movements.
         timeout: seconds that a rank waits for another one, as in ``Pipelined``.
@@ -332,18 +332,23 @@ class LocalSteps(Strategy):
         described = describe_parameters(model, [parameter for parameter, _ in self._averaged])
         names = [f"{name} of {of}" for of, (_, name) in zip(described, self._averaged, strict=True)]
         check_same_settings(self._ranks, own | optimizer_settings(optimizer), {"averaged state": names})
-        self._pipeline = Pipelined(
-            model,
-            self._outer,
-            width=width,
-            warmup_iterations=warmup_iterations,
-            prediction=OwnMovement if pull is None else Elastic,
-            codec=chosen_codec,
-            on_nonfinite=on_nonfinite,
-            timeout=timeout,
-            ranks=self._ranks,
-            **options,
-        )
+        self._inner.loss_scale.take()
+        try:
+            self._pipeline = Pipelined(
+                model,
+                self._outer,
+                width=width,
+                warmup_iterations=warmup_iterations,
+                prediction=OwnMovement if pull is None else Elastic,
+                codec=chosen_codec,
+                on_nonfinite=on_nonfinite,
+                timeout=timeout,
+                ranks=self._ranks,
+                **options,
+            )
+        except BaseException:
+            self._inner.loss_scale.leave()
+            raise
         self.drifts = self._pipeline.drifts
         self._window = Window(self._inner.parameters, lambda: self._pipeline.weights, pull)
         self._own_steps = OwnSteps(optimizer)
@@ -483,6 +488,7 @@ class LocalSteps(Strategy):
                 )
         finally:
             self._own_steps.remove()
+            self._inner.loss_scale.leave()
             self._pipeline.__exit__(None, self._error, None)
 
     def __exit__(

@@ -101,7 +101,7 @@ class Pipelined(Strategy):
             (``pipesgd.pipeline.divergence_guard``). At width 1 there is nothing to guard.
         clip_norm: largest norm of the averaged gradient; a larger one is scaled down when it is applied.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
-        scaler: loss scaler for float16; neither its ``step`` nor its ``update`` may be called
+        scaler: loss scaler for float16, of this pipeline alone; neither its ``step`` nor its ``update`` may be called
             (``pipesgd.optim.loss_scale``). An update whose gradients are not finite is left out then.
         codec: encoding of gradients: a name, ``CodecOptions`` for more than its defaults, or an
             ``pipesgd.codecs.base.OwnCodec``. A ``momentum_correction`` replaces the optimizer's momentum, which must be
@@ -299,6 +299,7 @@ class Pipelined(Strategy):
             connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
             if connected is None:
                 connected = Connections(all_reduce, self._ranks, **wanted)
+            self._loss_scale.take()  # which an earlier pipeline has left
             self._summing.start(
                 connected,
                 options,
@@ -612,6 +613,7 @@ class Pipelined(Strategy):
             for hooks in (self._hooks, self._factor_hooks, self._leaving, self._own_steps):
                 if hooks is not None:
                     hooks.remove()
+            self._loss_scale.leave()
             self._summing.close(together=together, disconnects=not (self._leaves_connections and together))
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
