@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.errors import UserInputError
+from pipesgd.nested import changed
 from pipesgd.shards import Sharding, like, local, local_gradient, sharding
 
 Kind = tuple[torch.dtype, torch.device, Sharding]
@@ -163,11 +164,7 @@ def give_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 
 def on_device(state: Any, device: torch.device) -> Any:
     """Return ``state``, of dicts, lists, tensors and numbers, with all tensors on ``device``."""
-    if isinstance(state, Tensor):
-        return state.to(device)
-    if isinstance(state, dict):
-        return {name: on_device(value, device) for name, value in state.items()}
-    return [on_device(value, device) for value in state] if isinstance(state, list) else state
+    return changed(state, lambda value: value.to(device) if isinstance(value, Tensor) else value)
 
 
 def take_mean(flat: Tensor, world_size: int) -> None:

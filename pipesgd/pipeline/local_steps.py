@@ -52,6 +52,7 @@ from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError, named
 from pipesgd.flat_buffer import are_finite
+from pipesgd.nested import loadable
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
 from pipesgd.optim.step import OwnSteps, SynchronousUpdate, set_aside_gradients
@@ -430,9 +431,9 @@ class LocalSteps(Strategy):
         return {
             "iteration": self.iteration,
             "pipeline": self._pipeline.state_dict(),
-            "settings": dict(self._settings),
-            "outer": copy.deepcopy(self._outer.state_dict()),
-            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "settings": loadable(self._settings),
+            "outer": loadable(copy.deepcopy(self._outer.state_dict())),
+            "optimizer": loadable(copy.deepcopy(self._optimizer.state_dict())),
             "loss_scale": self._inner.loss_scale.state_dict(),
             "window": self._window.state_dict(),
         }
