@@ -309,7 +309,7 @@ class Pipelined(Strategy):
                 skips=self._skip_nonfinite,
             )
             if init_sync:
-                self._replica.share(model)
+                self._replica.share(model, self._parameters)
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_in("Pipelined"))
             if self._updates.predicts:
                 self._hooks = TrueWeightsHooks(model, self._updates)
@@ -703,6 +703,7 @@ class Pipelined(Strategy):
             self._agreement.missed = []
             self._begin(new)
             drop_gradients_of_frozen(self._optimizer)
+            self._replica.share(nn.Module(), new.parameters)
             share_rank_0s_values(nn.Module(), new.parameters, self._ranks.rank, self._sum_in("change of parameters"))
         except BaseException as error:  # this rank has other parameters than the rest
             self.fail(error)
