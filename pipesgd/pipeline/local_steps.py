@@ -51,7 +51,7 @@ from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError, named
-from pipesgd.flat_buffer import are_finite
+from pipesgd.flat_buffer import are_finite, check_shapes
 from pipesgd.nested import loadable
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
@@ -447,13 +447,24 @@ class LocalSteps(Strategy):
                 raise UserInputError(
                     f"{name} must be {value}, as in the state that is loaded; got {self._settings[name]}"
                 )
+        for name, before, now in (
+            ("optimizer", state["optimizer"], self._optimizer),
+            ("outer optimizer", state["outer"], self._outer),
+        ):
+            saved, here = ([len(group["params"]) for group in of["param_groups"]] for of in (before, now.state_dict()))
+            if saved != here:
+                raise UserInputError(
+                    f"groups of the {name} must have {saved} parameters, as in the state that is loaded; got {here}"
+                )
+        check_shapes(state["window"]["start"], self._inner.parameters)
         self._pipeline.check_state(state["pipeline"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
 
         Raises:
-            UserInputError: ``state`` is of another number of fragments, another codec or another outer optimizer.
+            UserInputError: ``state`` is of another number of fragments, another codec, another outer optimizer or
+                other trained parameters. Nothing is changed.
         """
         self.check_state(state)
         self.load_checked(state)

@@ -157,6 +157,12 @@ def test_a_state_dict_continues_in_a_scaler_that_has_scaled_nothing_yet() -> Non
     assert other.scale(torch.ones(1)).item() == 1024.0
 
 
+def test_a_state_without_scaling_continues_at_the_scalers_own_scale() -> None:
+    scaler = gradscaler()
+    LossScale(scaler, [torch.zeros(1)]).load_state_dict(LossScale(None, [torch.zeros(1)]).state_dict())
+    assert scaler.scale(torch.ones(1)).item() == 1024.0
+
+
 def _resume(ranks: Ranks, width: int, at: int) -> tuple[str, str, list[float]]:
     def build() -> tuple[Any, ...]:
         model, optimizer = network()
