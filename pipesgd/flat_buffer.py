@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.errors import UserInputError
+from pipesgd.nested import changed
 from pipesgd.shards import Sharding, like, local, local_gradient, sharding
 
 Kind = tuple[torch.dtype, torch.device, Sharding]
@@ -91,13 +93,30 @@ def rearranged(
     ``old`` and ``new`` are the tensors of the buckets of each of the two.
     """
     before, after = _places(old), _places(new)
-    sizes = {number: stop for _, number, _, stop in after}  # the last stop of each flat tensor
-    moved = [torch.zeros(size, dtype=torch.float32, device=new[0][0].device) for size in sizes.values()]
+    moved = [torch.zeros(size, dtype=torch.float32, device=new[0][0].device) for size in sizes_of_flats(new)]
     origins = {identity: place for identity, *place in before}
     for identity, number, start, stop in after:
         if (origin := origins.get(identity)) is not None:
             moved[number][start:stop] = flats[origin[0]][origin[1] : origin[2]]
     return moved
+
+
+def sizes_of_flats(buckets: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Return the size of each flat tensor of a ``BucketedBuffer`` of tensors in these buckets, in real numbers."""
+    return list({number: stop for _, number, _, stop in _places(buckets)}.values())  # the last stop of each
+
+
+def check_shapes(saved: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Raise ``UserInputError`` if there are tensors of a state, and these are not shaped like ``parameters``."""
+    if not saved:
+        return
+    shapes = [tuple(tensor.shape) for tensor in saved], [tuple(local(parameter).shape) for parameter in parameters]
+    for number, (before, now) in enumerate(itertools.zip_longest(*shapes)):
+        if before != now:
+            raise UserInputError(
+                f"trained parameters (number {number}) must be of shape {before}, as in the state that is loaded; got "
+                f"{now}"
+            )
 
 
 def _places(buckets: Sequence[Sequence[Tensor]]) -> list[tuple[int, int, int, int]]:
@@ -163,11 +182,7 @@ def give_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 
 def on_device(state: Any, device: torch.device) -> Any:
     """Return ``state``, of dicts, lists, tensors and numbers, with all tensors on ``device``."""
-    if isinstance(state, Tensor):
-        return state.to(device)
-    if isinstance(state, dict):
-        return {name: on_device(value, device) for name, value in state.items()}
-    return [on_device(value, device) for value in state] if isinstance(state, list) else state
+    return changed(state, lambda value: value.to(device) if isinstance(value, Tensor) else value)
 
 
 def take_mean(flat: Tensor, world_size: int) -> None:

@@ -43,7 +43,11 @@ def split_layers(model: nn.Module, mesh: Any, plan: str | Path) -> Passes:
         mesh = _in_order(mesh, agreed.devices)
     first = agreed.devices.index(0)
     for layer in agreed.layers:
-        _split(layer, model.get_submodule(layer.name), mesh, first)
+        module = model.get_submodule(layer.name)
+        trained = {name: weights.requires_grad for name, weights in module.named_parameters()}
+        _split(layer, module, mesh, first)
+        for name, weights in module.named_parameters():  # torch's styles make others, not all of them frozen again
+            weights.requires_grad_(trained[name])
     return Passes(mesh, agreed)
 
 
@@ -122,7 +126,7 @@ def _split_filters(convolution: Any, mesh: Any, first: int, layer: SplitLayer) -
 
     for name, weights in list(convolution.named_parameters(recurse=False)):
         shares = distribute_tensor(weights.detach(), mesh, [Shard(0)], src_data_rank=first)
-        convolution.register_parameter(name, nn.Parameter(shares, requires_grad=weights.requires_grad))
+        convolution.register_parameter(name, nn.Parameter(shares))
     in_groups = convolution.groups > 1
     if in_groups:
         convolution.groups //= mesh.size()  # those of this rank's filters, which torch's own computation reads

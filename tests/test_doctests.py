@@ -12,6 +12,7 @@ import pytest
     "name",
     [
         "timing_model.schedules",
+        "pipesgd.nested",
         "pipesgd.pipeline.pipelined",
         "pipesgd.baselines.parameter_server.waiting",
         "timing_model.all_reduce",

@@ -22,7 +22,7 @@ from pipesgd import errors
 TESTBED = REPOSITORY / "experiments" / "testbed"
 
 FLOORS = [
-    {"errors", "checks", "process", "functions", "options", "toml_file"},
+    {"errors", "checks", "process", "functions", "nested", "options", "toml_file"},
     {
         *("config", "pipeline_config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
         *("shards", "layer_plan", "passes", "splitting"),

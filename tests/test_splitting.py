@@ -239,10 +239,22 @@ def _count_memory(ranks: Ranks, folder: Path) -> list[list[int]]:
     return found
 
 
+def _freeze(ranks: Ranks, folder: Path) -> list[list[str]]:
+    """Return the names of the parameters that are trained after layers were split of which only one bias was."""
+    found = []
+    for make, plan in ((sentences, "sequence"), (convnet, "gathered")):
+        model = make().requires_grad_(False)
+        model.get_parameter("2.bias" if make is sentences else "0.bias").requires_grad_(True)
+        split_layers(model, mesh_of((2, 1, 2))["inside"], folder / f"{plan}.toml")
+        found.append([name for name, parameter in model.named_parameters() if parameter.requires_grad])
+    return found
+
+
 def _find(ranks: Ranks, folder: Path) -> dict[str, Any]:
     found = {name: _train(ranks, case, folder) for name, case in CASES.items()}
     found["int8"] = _train(ranks, INT8, folder)
-    return found | {"memory": _count_memory(ranks, folder), "refused": _refuse(ranks, folder)}
+    found |= {"memory": _count_memory(ranks, folder), "trained": _freeze(ranks, folder)}
+    return found | {"refused": _refuse(ranks, folder)}
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +283,11 @@ def test_split_layers_train_as_one_process_does(name: str, found: list[dict[str,
     for rank, of_rank in enumerate(found):
         assert of_rank[name]["losses"] == pytest.approx([of[rank // 2] for of in losses], rel=1e-9)
         assert_same_weights(of_rank[name]["weights"], model.state_dict(), rtol=1e-9)
+
+
+def test_what_was_frozen_stays_so_in_every_style(found: list[dict[str, Any]]) -> None:
+    """torch's style of sequences made frozen norms trainable."""
+    assert [of_rank["trained"] for of_rank in found] == [[["2.bias"], ["0.bias"]]] * 4
 
 
 @pytest.mark.parametrize("name", ["width 2", "int8"])

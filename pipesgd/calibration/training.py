@@ -86,11 +86,14 @@ class Training:
         self._config = config
         self._batches = batches
         self._ranks = ranks
-        self._scaler = torch.amp.GradScaler(
-            "cpu", init_scale=config.optimization.loss_scale, enabled=config.optimization.precision == "fp16"
-        )
+        self._scalers = [
+            torch.amp.GradScaler(
+                "cpu", init_scale=config.optimization.loss_scale, enabled=config.optimization.precision == "fp16"
+            )
+            for _ in modes
+        ]
         self._strategies = []
-        for way in modes:
+        for way, scaler in zip(modes, self._scalers, strict=True):
             own = copy.deepcopy(model).train()
             optimizer = build_optimizer(config.optimization, own)
             self._strategies.append(
@@ -99,7 +102,7 @@ class Training:
                     optimizer,
                     width=way.width,
                     prediction=prediction,
-                    scaler=self._scaler,
+                    scaler=scaler,
                     codec=way.codec,
                     all_reduce=way.all_reduce,
                     ranks=ranks,
@@ -114,7 +117,7 @@ class Training:
 
     def pace(self) -> float:
         """Return about how long forward and backward passes take, in s, on the slowest rank. Collective."""
-        *_, times = self._train(self._strategies[0], UNTIMED)
+        *_, times = self._train(0, UNTIMED)
         paces: list[float] = self._ranks.all_gather_object("time of the passes", sum(times[: BACKWARD + 1]))
         return max(paces)
 
@@ -135,7 +138,7 @@ class Training:
         self._due = 0.0
         for number, strategy in enumerate(self._strategies):
             begin = time.perf_counter()
-            times = self._train(strategy, max(least[number], int(agreed[number])))
+            times = self._train(number, max(least[number], int(agreed[number])))
             self._paces[number] = (time.perf_counter() - begin) / len(times)
             self.laps[number].append(times[_untimed(strategy.width) :])
         return True
@@ -151,12 +154,13 @@ class Training:
             for strategy in self._strategies:
                 strategy.__exit__(kind, error, trace)
 
-    def _train(self, strategy: Pipelined, iterations: int) -> list[list[float]]:
+    def _train(self, way: int, iterations: int) -> list[list[float]]:
+        strategy, scaler = self._strategies[way], self._scalers[way]
         times = []
         with contextlib.closing(self._batches.from_iteration(strategy.iteration)) as samples:
             for number in range(iterations):
                 cpu, begin = time.thread_time(), time.perf_counter()
-                _, spans = forward_backward(strategy, samples, self._config, self._scaler, number)
+                _, spans = forward_backward(strategy, samples, self._config, scaler, number)
                 computed, cpu = time.perf_counter(), time.thread_time() - cpu
                 report = strategy.step()
                 wait = report.seconds("wait")

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pipesgd.nested import loadable
+
 SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 """Names of the options that schedules change: torch's own schedules change the first three."""
 
@@ -63,4 +65,4 @@ def _update(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> None:
 
 
 def _kept(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value  # a schedule changes a tensor in place
+    return value.clone() if isinstance(value, Tensor) else loadable(value)  # a schedule changes a tensor in place

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from pipesgd.errors import UserInputError
 from pipesgd.shards import local
+
+_TAKEN: WeakValueDictionary[int, LossScale] = WeakValueDictionary()
+"""Scales that are taken, by the identity of the scaler: torch's scalers have no hooks that could refuse others."""
 
 
 class LossScale:
@@ -37,6 +41,25 @@ class LossScale:
                     "scaler must be left out unless parameters are float32 and computed with in float16 by autocast; "
                     f"got a GradScaler and parameters in {dtype}"
                 )
+
+    def take(self) -> None:
+        """Let no other pipeline have the scaler until ``leave``.
+
+        The other one would divide its gradients by a scale that this one has changed since their backward pass.
+
+        Raises:
+            UserInputError: another pipeline has it.
+        """
+        if self._scaler is not None and _TAKEN.setdefault(id(self._scaler), self) is not self:
+            raise UserInputError(
+                "scaler must be a GradScaler that no other open pipeline has, since each changes its scale; got one "
+                "that another has: close that first, or leave scalers out and train in bfloat16"
+            )
+
+    def leave(self) -> None:
+        """Let other pipelines have the scaler again."""
+        if _TAKEN.get(id(self._scaler)) is self:
+            del _TAKEN[id(self._scaler)]
 
     @property
     def skips(self) -> bool:
@@ -83,9 +106,9 @@ class LossScale:
         return {"scale": scale, "finite_in_a_row": self._finite_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state_dict``."""
+        """Continue from a ``state_dict``; from one without scaling, at the scaler's own scale."""
         self._finite_in_a_row = state["finite_in_a_row"]
-        if self._scaler is not None:
+        if self._scaler is not None and state["scale"] is not None:
             self._set_scale(state["scale"])
 
     def _set_scale(self, scale: float) -> None:

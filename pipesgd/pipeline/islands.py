@@ -51,8 +51,9 @@ class Replica:
     def follow(self, parameters: Sequence[Tensor]) -> None:
         """Expect gradients of these parameters from now on."""
 
-    def share(self, model: nn.Module) -> None:
-        """Give all members the first one's values of the parameters and buffers that are not sharded."""
+    def share(self, model: nn.Module, also: Sequence[Tensor]) -> None:
+        """Give all members the first one's values of what is not sharded of ``model``'s parameters and buffers, and of
+        the tensors in ``also``."""
 
     def combine_buffers(self, model: nn.Module, how: str) -> None:
         """Combine floating-point buffers of the members, as ``replicas.combine_buffers`` does."""
@@ -145,8 +146,9 @@ class Island(Replica):
         self._counts = [all(places[index] != one for places in before) for index, one in enumerate(own)]
         self._not_compared = {id(one) for one in parameters if not sharded_dimensions(one)}
 
-    def share(self, model: nn.Module) -> None:
-        same = [tensor for tensor in (*model.parameters(), *model.buffers()) if not sharded_dimensions(tensor)]
+    def share(self, model: nn.Module, also: Sequence[Tensor]) -> None:
+        tensors = (*model.parameters(), *model.buffers(), *also)
+        same = [tensor for tensor in tensors if not sharded_dimensions(tensor)]
         share_rank_0s_values(nn.Module(), same, self._ranks.rank, self._in_main.sum)
 
     def combine_buffers(self, model: nn.Module, how: str) -> None:
@@ -171,7 +173,8 @@ class Island(Replica):
             if members * squares > (1 + ALIKE**2) * total**2:
                 raise UserInputError(
                     "gradients of what members of an island hold alike must be the same on all of them, from the same "
-                    f"samples and random numbers; got others of {_name(self._model, parameter)} in the first step"
+                    "samples, random numbers and values of added parameters; got others of "
+                    f"{_name(self._model, parameter)} in the first step"
                 )
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:

@@ -51,7 +51,8 @@ from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError, named
-from pipesgd.flat_buffer import are_finite
+from pipesgd.flat_buffer import are_finite, check_shapes
+from pipesgd.nested import loadable
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
 from pipesgd.optim.step import OwnSteps, SynchronousUpdate, set_aside_gradients
@@ -221,7 +222,7 @@ class LocalSteps(Strategy):
         warmup_iterations: first iterations that are exchanged one by one, at width 1.
         clip_norm: largest norm of this rank's own gradient.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
-        scaler: loss scaler for float16, as in ``Pipelined``; each rank's scale is its own.
+        scaler: loss scaler for float16, of these local steps alone, as in ``Pipelined``; each rank's scale is its own.
         codec: encoding of movements, as in ``Pipelined``; with "elastic", one that keeps no residual.
         on_nonfinite: "stop" or "skip", for this rank's own gradients and for mean movements.
         timeout: seconds that a rank waits for another one, as in ``Pipelined``.
@@ -332,18 +333,23 @@ class LocalSteps(Strategy):
         described = describe_parameters(model, [parameter for parameter, _ in self._averaged])
         names = [f"{name} of {of}" for of, (_, name) in zip(described, self._averaged, strict=True)]
         check_same_settings(self._ranks, own | optimizer_settings(optimizer), {"averaged state": names})
-        self._pipeline = Pipelined(
-            model,
-            self._outer,
-            width=width,
-            warmup_iterations=warmup_iterations,
-            prediction=OwnMovement if pull is None else Elastic,
-            codec=chosen_codec,
-            on_nonfinite=on_nonfinite,
-            timeout=timeout,
-            ranks=self._ranks,
-            **options,
-        )
+        self._inner.loss_scale.take()
+        try:
+            self._pipeline = Pipelined(
+                model,
+                self._outer,
+                width=width,
+                warmup_iterations=warmup_iterations,
+                prediction=OwnMovement if pull is None else Elastic,
+                codec=chosen_codec,
+                on_nonfinite=on_nonfinite,
+                timeout=timeout,
+                ranks=self._ranks,
+                **options,
+            )
+        except BaseException:
+            self._inner.loss_scale.leave()
+            raise
         self.drifts = self._pipeline.drifts
         self._window = Window(self._inner.parameters, lambda: self._pipeline.weights, pull)
         self._own_steps = OwnSteps(optimizer)
@@ -425,9 +431,9 @@ class LocalSteps(Strategy):
         return {
             "iteration": self.iteration,
             "pipeline": self._pipeline.state_dict(),
-            "settings": dict(self._settings),
-            "outer": copy.deepcopy(self._outer.state_dict()),
-            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "settings": loadable(self._settings),
+            "outer": loadable(copy.deepcopy(self._outer.state_dict())),
+            "optimizer": loadable(copy.deepcopy(self._optimizer.state_dict())),
             "loss_scale": self._inner.loss_scale.state_dict(),
             "window": self._window.state_dict(),
         }
@@ -441,13 +447,24 @@ class LocalSteps(Strategy):
                 raise UserInputError(
                     f"{name} must be {value}, as in the state that is loaded; got {self._settings[name]}"
                 )
+        for name, before, now in (
+            ("optimizer", state["optimizer"], self._optimizer),
+            ("outer optimizer", state["outer"], self._outer),
+        ):
+            saved, here = ([len(group["params"]) for group in of["param_groups"]] for of in (before, now.state_dict()))
+            if saved != here:
+                raise UserInputError(
+                    f"groups of the {name} must have {saved} parameters, as in the state that is loaded; got {here}"
+                )
+        check_shapes(state["window"]["start"], self._inner.parameters)
         self._pipeline.check_state(state["pipeline"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
 
         Raises:
-            UserInputError: ``state`` is of another number of fragments, another codec or another outer optimizer.
+            UserInputError: ``state`` is of another number of fragments, another codec, another outer optimizer or
+                other trained parameters. Nothing is changed.
         """
         self.check_state(state)
         self.load_checked(state)
@@ -483,6 +500,7 @@ class LocalSteps(Strategy):
                 )
         finally:
             self._own_steps.remove()
+            self._inner.loss_scale.leave()
             self._pipeline.__exit__(None, self._error, None)
 
     def __exit__(

@@ -27,7 +27,16 @@ from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.transport import Group, Mesh
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
-from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, give_gradients, on_device, take_mean
+from pipesgd.flat_buffer import (
+    FlatBuffer,
+    all_finite,
+    are_finite,
+    check_shapes,
+    give_gradients,
+    on_device,
+    sizes_of_flats,
+    take_mean,
+)
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import (
@@ -51,6 +60,7 @@ from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
 from pipesgd.ranks import Ranks, given_ranks
+from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_eligible, check_reducer
 from pipesgd.replicas import SumOverRanks, combine_buffers, nonfinite_ranks, share_rank_0s_values
 from pipesgd.strategy import Span, StepReport, Strategy
@@ -101,7 +111,7 @@ class Pipelined(Strategy):
             (``pipesgd.pipeline.divergence_guard``). At width 1 there is nothing to guard.
         clip_norm: largest norm of the averaged gradient; a larger one is scaled down when it is applied.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
-        scaler: loss scaler for float16; neither its ``step`` nor its ``update`` may be called
+        scaler: loss scaler for float16, of this pipeline alone; neither its ``step`` nor its ``update`` may be called
             (``pipesgd.optim.loss_scale``). An update whose gradients are not finite is left out then.
         codec: encoding of gradients: a name, ``CodecOptions`` for more than its defaults, or an
             ``pipesgd.codecs.base.OwnCodec``. A ``momentum_correction`` replaces the optimizer's momentum, which must be
@@ -299,6 +309,7 @@ class Pipelined(Strategy):
             connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
             if connected is None:
                 connected = Connections(all_reduce, self._ranks, **wanted)
+            self._loss_scale.take()  # which an earlier pipeline has left
             self._summing.start(
                 connected,
                 options,
@@ -308,7 +319,7 @@ class Pipelined(Strategy):
                 skips=self._skip_nonfinite,
             )
             if init_sync:
-                self._replica.share(model)
+                self._replica.share(model, self._parameters)
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_in("Pipelined"))
             if self._updates.predicts:
                 self._hooks = TrueWeightsHooks(model, self._updates)
@@ -536,6 +547,26 @@ class Pipelined(Strategy):
         ):
             if (before := state.get(name, default)) != own:  # earlier versions had none of them
                 raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {own}")
+        cut = self._cut_of(state)
+        check_shapes(state["agreement"]["missed"], cut.parameters)
+        for gradient in state["in_flight"]:
+            saved, here = [as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(cut.buckets)
+            if saved != here:
+                before, now = (" + ".join(map(str, sizes)) for sizes in (saved, here))
+                raise UserInputError(
+                    f"trained parameters must have {before} values, as in the state that is loaded; got {now}"
+                )
+
+    def _cut_of(self, state: dict[str, Any]) -> Cut:
+        """Return the parameters that are trained now, with the choices of exchanges in ``state``."""
+        if self._cut.exchanges.reduce != "auto":
+            return self._cut
+        held, choices = held_parameters(self._optimizer), state["choices"]
+        if len(held) != len(choices):
+            raise UserInputError(
+                f"the optimizer's parameters must be {len(choices)}, as in the state that is loaded; got {len(held)}"
+            )
+        return self._cut.with_choices({id(one): how for one, how in zip(held, choices, strict=True) if how is not None})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped.
@@ -545,8 +576,8 @@ class Pipelined(Strategy):
 
         Raises:
             CommunicationError: another rank has not sent a bucket or a gradient that has left on this rank.
-            UserInputError: ``state`` is of a pipeline with another codec, other buckets or another ``reduce``, or
-                buckets have left since the last step.
+            UserInputError: ``state`` is of a pipeline with another codec, other buckets, another ``reduce`` or other
+                trained parameters, or buckets have left since the last step. Nothing is changed.
         """
         self.check_state(state)
         self.load_checked(state)
@@ -564,9 +595,8 @@ class Pipelined(Strategy):
         self._packing.drop_outgoing()
         while self._in_flight:
             self._packing.give_back(self._in_flight.popleft().buffer)
-        if self._cut.exchanges.reduce == "auto":
-            chosen = zip(held_parameters(self._optimizer), state["choices"], strict=True)
-            self._begin(self._cut.with_choices({id(one): how for one, how in chosen if how is not None}))
+        if (cut := self._cut_of(state)) is not self._cut:
+            self._begin(cut)
         self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
         device = self._parameters[0].device
         self._summing.reducer.load_state_dict(on_device(state["exchange"], device))
@@ -612,6 +642,7 @@ class Pipelined(Strategy):
             for hooks in (self._hooks, self._factor_hooks, self._leaving, self._own_steps):
                 if hooks is not None:
                     hooks.remove()
+            self._loss_scale.leave()
             self._summing.close(together=together, disconnects=not (self._leaves_connections and together))
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
@@ -701,6 +732,7 @@ class Pipelined(Strategy):
             self._agreement.missed = []
             self._begin(new)
             drop_gradients_of_frozen(self._optimizer)
+            self._replica.share(nn.Module(), new.parameters)
             share_rank_0s_values(nn.Module(), new.parameters, self._ranks.rank, self._sum_in("change of parameters"))
         except BaseException as error:  # this rank has other parameters than the rest
             self.fail(error)

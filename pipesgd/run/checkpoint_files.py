@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from pipesgd.nested import loadable
 from pipesgd.ranks import Ranks
 from pipesgd.run.files import reason, write_atomically, write_text_atomically
 
@@ -98,7 +99,8 @@ def read_file(path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as failure:  # noqa: BLE001 (a damaged or crafted archive raises nearly anything)
         # torch explains at length how to load the file anyway, which nobody should.
-        cause = str(failure).partition("\n")[0][:100]
+        _, _, cause = str(failure).rpartition("WeightsUnpickler error: ")
+        cause = re.split(r"\. |\n", cause.strip())[0][:100]
         raise UnusableCheckpointError(f"{path} is no checkpoint ({type(failure).__name__}: {cause})") from None
     if not isinstance(found, dict):
         raise UnusableCheckpointError(f"{path} is no checkpoint of pipesgd")
@@ -130,7 +132,7 @@ def save_atomically(state: Any, path: Path) -> None:
 
     def write(file: BufferedRandom) -> None:
         nonlocal digest
-        torch.save(state, file)
+        torch.save(loadable(state), file)
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from pipesgd.errors import RunError, UserInputError
+from pipesgd.nested import changed
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.sameness import describe_shares
 from pipesgd.run.checkpoint_files import UnusableCheckpointError, read_file, save_atomically
-from pipesgd.shards import is_dtensor, like, local
+from pipesgd.shards import like, local
 
 _KINDS = {"save": str, "mesh": list, "shares": list, "model": dict, "optimizer": dict, "pipeline": dict}
 
@@ -156,13 +157,9 @@ class ShardFile:
         }
 
 
-def _parts(state: Any) -> Any:
-    """Return ``state``, of dicts, lists and values, with this rank's part in place of each DTensor."""
-    if is_dtensor(state):
-        return local(state)
-    if isinstance(state, dict):
-        return {name: _parts(value) for name, value in state.items()}
-    return [_parts(value) for value in state] if isinstance(state, list) else state
+def _parts(state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with this rank's part in place of each DTensor."""
+    return dict(changed(state, lambda value: local(value) if isinstance(value, Tensor) else value))
 
 
 def _by(sizes: list[int]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _differences import Differences
@@ -621,7 +622,10 @@ def test_a_state_dict_continues_bit_for_bit(optimizer: str, options: Options) ->
 
 def _resume_counting(ranks: Ranks, options: Options) -> Any:
     model = Counter()
-    strategy = start(ranks, model, torch.optim.SGD(model.parameters(), lr=3.0), options)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=3.0, dampening=np.float64(0.0)
+    )  # torch loads no numbers of NumPy
+    strategy = start(ranks, model, optimizer, options)
     assert strategy is not None
     steps = 0
 

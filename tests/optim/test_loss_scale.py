@@ -15,7 +15,7 @@ from _runs import succeed
 from _small_problem import assert_same_weights
 from torch import Tensor, nn
 
-from pipesgd import Pipelined
+from pipesgd import LocalSteps, Pipelined
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
 from pipesgd.cli import parse
@@ -157,6 +157,12 @@ def test_a_state_dict_continues_in_a_scaler_that_has_scaled_nothing_yet() -> Non
     assert other.scale(torch.ones(1)).item() == 1024.0
 
 
+def test_a_state_without_scaling_continues_at_the_scalers_own_scale() -> None:
+    scaler = gradscaler()
+    LossScale(scaler, [torch.zeros(1)]).load_state_dict(LossScale(None, [torch.zeros(1)]).state_dict())
+    assert scaler.scale(torch.ones(1)).item() == 1024.0
+
+
 def _resume(ranks: Ranks, width: int, at: int) -> tuple[str, str, list[float]]:
     def build() -> tuple[Any, ...]:
         model, optimizer = network()
@@ -229,6 +235,41 @@ def test_a_scaler_is_refused_unless_parameters_are_float32(dtype: torch.dtype) -
     with pytest.raises(UserInputError, match=message):
         Local(model, optimizer, scaler=gradscaler())
     Local(model, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)).close()
+
+
+@pytest.mark.parametrize("kind", ["pipelined", "local steps"])
+def test_a_scaler_is_refused_while_another_pipeline_has_it(kind: str) -> None:
+    """When one of two pipelines had changed the scale, the other one divided its gradients by the wrong one."""
+    scaler = gradscaler()
+
+    def start(**options: Any) -> Strategy:
+        if kind == "pipelined":
+            return Pipelined(*network(), scaler=scaler, **options)
+        return LocalSteps(*network(), local_steps=2, scaler=scaler, **options)
+
+    for _ in range(2):
+        with pytest.raises(UserInputError) as failed:  # which keeps all that the constructor has made
+            start(segment_bytes=0)
+        assert "scaler" not in str(failed.value)
+        with start():
+            for _ in range(2):
+                with pytest.raises(
+                    UserInputError, match=r"^scaler must be a GradScaler that no other open pipeline has"
+                ):
+                    start()
+            Pipelined(*network(), scaler=gradscaler()).close()
+            Pipelined(*network(), scaler=torch.amp.GradScaler("cpu", enabled=False)).close()
+
+
+def test_a_pipeline_that_succeeds_another_one_takes_over_its_scaler() -> None:
+    model, optimizer = network()
+    scaler = gradscaler()
+    with (
+        Pipelined(model, optimizer, scaler=scaler) as former,
+        Pipelined(model, optimizer, scaler=scaler, successor_of=former),
+        pytest.raises(UserInputError, match="scaler must"),
+    ):
+        Pipelined(*network(), scaler=scaler)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from _ranks import run_ranks
 from torch import Tensor, nn
 
-from pipesgd import Pipelined
+from pipesgd import LocalSteps, Pipelined
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
 from pipesgd.baselines.parameter_server.strategy import ParameterServers
@@ -18,6 +18,7 @@ from pipesgd.errors import DisagreementError, OutOfStepError, UserInputError
 from pipesgd.flat_buffer import rearranged
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.strategy import Strategy
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +91,65 @@ def test_the_pipeline_follows_a_change_after_a_flush(change: str) -> None:
         if width == 1:
             for name, expected in _train_in_one_process(change, 2).items():
                 torch.testing.assert_close(results[0][1][name], expected, rtol=1e-12, atol=1e-12)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "none": {"prediction": "none"},
+    "auto": {"reduce": "auto"},
+    "flushed": {},
+}
+
+
+def _start(kind: str, *, frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer, Strategy]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    model[0].requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if kind == "local steps":
+        return model, optimizer, LocalSteps(model, optimizer, local_steps=2, outer="nesterov")
+    return model, optimizer, Pipelined(model, optimizer, **KINDS[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("none", "trained parameters must have 31 values, as in the state that is loaded; got 16"),
+        ("auto", "the optimizer's parameters must be 5, as in the state that is loaded; got 4"),
+        (
+            "flushed",
+            "trained parameters (number 0) must be of shape (3, 4), as in the state that is loaded; got (4, 3)",
+        ),
+        (
+            "local steps",
+            "groups of the outer optimizer must have [4] parameters, as in the state that is loaded; got [2]",
+        ),
+    ],
+)
+def test_a_state_of_other_trained_parameters_is_refused_and_nothing_is_lost(kind: str, said: str) -> None:
+    """It used to be loaded by half, after the gradients in flight had been dropped."""
+
+    def train(model: nn.Module, strategy: Strategy) -> None:
+        for iteration in range(4):
+            model(torch.full((5, 4), iteration - 1.0)).square().mean().backward()
+            strategy.step()
+
+    model, _, strategy = _start(kind, frozen=False)
+    with strategy:
+        train(model, strategy)
+        if kind == "flushed":
+            strategy.flush()
+        state = strategy.state_dict()
+    if kind == "auto":
+        state["choices"].append(None)
+    model, optimizer, strategy = _start(kind, frozen=True)
+    with strategy:
+        train(model, strategy)
+        before = repr((strategy.state_dict(), optimizer.state_dict(), model.state_dict()))
+        with pytest.raises(UserInputError) as refused:
+            strategy.load_state_dict(state)
+        assert str(refused.value) == said
+        assert repr((strategy.state_dict(), optimizer.state_dict(), model.state_dict())) == before
+        strategy.load_state_dict(strategy.state_dict())
 
 
 @pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])

@@ -8,11 +8,13 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from pipesgd.baselines.local import Local
 from pipesgd.errors import CheckpointError
@@ -37,6 +39,25 @@ def test_a_file_is_the_old_one_or_the_whole_new_one(tmp_path: Path) -> None:
     assert torch.equal(torch.load(path, weights_only=True)["x"], torch.ones(3))
     save_atomically({"x": torch.zeros(3)}, path)
     assert torch.equal(torch.load(path, weights_only=True)["x"], torch.zeros(3))
+
+
+def test_numbers_of_numpy_are_written_as_numbers_that_torch_loads(tmp_path: Path) -> None:
+    """A schedule that computes with NumPy left its learning rate in files that no rank could load."""
+    model = nn.BatchNorm1d(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=np.float64(0.5), betas=(np.float64(0.5), 0.75))
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [np.int64(3), np.int64(3)])
+    path = tmp_path / "state.pt"
+    save_atomically([one.state_dict() for one in (model, optimizer, schedule)], path)
+    weights, of_optimizer, of_schedule = torch.load(path, weights_only=True)
+    assert weights._metadata == model.state_dict()._metadata, "torch knows the versions of modules by it"
+    [group] = of_optimizer["param_groups"]
+    assert [(type(value), value) for value in (group["lr"], *group["betas"])] == [
+        (float, 0.5),
+        (float, 0.5),
+        (float, 0.75),
+    ]
+    assert of_schedule["milestones"] == collections.Counter([3, 3])
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64, "the optimizer itself keeps its own"
 
 
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255), suffix=st.sampled_from(["", ".sha256"]))

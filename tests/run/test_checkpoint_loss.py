@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _rank_threads import run_rank_threads
@@ -201,6 +202,10 @@ def _pickle(path: Path) -> None:
     assert not path.with_name("executed").exists()
 
 
+def _number_of_numpy(path: Path) -> None:
+    write(path, {"format": 2, "state": np.float64(1.0)})
+
+
 def _nested(path: Path) -> None:
     nested: list[Any] = []
     for _ in range(300):
@@ -227,6 +232,7 @@ def write(path: Path, value: object) -> None:
         (_other_rank, "rank-0.pt is of rank 1, not 0"),
         (_other_world_size, "rank-0.pt is of world size 7, not 1"),
         (_pickle, "shared.pt is no checkpoint (UnpicklingError: "),
+        (_number_of_numpy, "shared.pt is no checkpoint (UnpicklingError: Unsupported global: GLOBAL numpy."),
         (_nested, "shared.pt is no checkpoint of pipesgd in format 2"),
         (_link_to_itself, f"shared.pt: {os.strerror(errno.ELOOP)})"),
     ],

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from _ranks import run_ranks
 from _small_problem import regress, small_problem
 
-from pipesgd import Pipelined
+from pipesgd import LocalSteps, Pipelined
 from pipesgd.errors import PipesgdError
 from pipesgd.ranks import Ranks
+from pipesgd.replicas import weights_sha256
 from pipesgd.run.pipeline_file import PipelineFile
+from pipesgd.strategy import Strategy
 
 
 def _saves_and_loads(ranks: Ranks, folder: Path) -> dict[str, str]:
@@ -60,3 +64,38 @@ def test_a_pipeline_continues_from_its_file_and_from_no_other(tmp_path: Path) ->
         "damaged": f"{must}{path} is truncated or corrupt (its SHA-256 differs from the recorded one)",
         "left": "[]",
     }
+
+
+def _resume_with_numpy(ranks: Ranks, file: PipelineFile, local_steps: bool) -> bool:
+    """Resume from a file and from a state that the loop saved itself, with learning rates of a schedule in NumPy."""
+    hashes = []
+    for resumed in ("file", "state", ""):
+        model, batches = small_problem(0, [4, 3], 6, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(np.float64(0.5), np.float64(0.75)))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step / 10)))
+        pipeline: Strategy = Pipelined(model, optimizer, width=3, ranks=ranks)
+        if local_steps:
+            pipeline.close()
+            pipeline = LocalSteps(model, optimizer, local_steps=2, width=2, outer_lr=np.float64(0.5), ranks=ranks)
+        with pipeline:
+            for number, [batch] in enumerate(batches):
+                if number == 3 and resumed == "file":
+                    file.save(pipeline)
+                    with pipeline.true_weights():
+                        file.load(pipeline, 3)
+                elif number == 3 and resumed:
+                    torch.save(pipeline.state_dict(), file.path)
+                    with pipeline.true_weights():
+                        pipeline.load_state_dict(torch.load(file.path, weights_only=True))
+                regress(model, batch).backward()
+                pipeline.step()
+                schedule.step()
+        hashes.append(weights_sha256(model))
+    return len(set(hashes)) == 1
+
+
+@pytest.mark.parametrize("local_steps", [False, True])
+def test_a_schedule_that_computes_with_numpy_leaves_a_state_that_can_be_loaded(
+    local_steps: bool, tmp_path: Path
+) -> None:
+    assert run_ranks(1, _resume_with_numpy, PipelineFile(tmp_path / "pipeline", 1), local_steps) == [True]

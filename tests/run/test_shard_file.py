@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _ranks import run_ranks
@@ -76,6 +77,7 @@ IN_FLIGHT: dict[str, Any] = {"width": 2, "prediction": "none"}
 def _begin(ranks: Ranks, folder: Path) -> None:
     """Train two islands; save them with a gradient in flight, and with residuals."""
     exact = Member(ranks, 2, **IN_FLIGHT)
+    exact.optimizer.param_groups[0]["lr"] = np.float64(LR)  # as a schedule that computes with NumPy leaves it
     exact.train(range(3))
     exact.file(folder / "two").save()
     coarse = Member(ranks, 2, momentum=0.0, width=1, codec=RESIDUALS)

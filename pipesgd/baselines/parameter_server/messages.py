@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.errors import UserInputError
+from pipesgd.nested import loadable
 
 MOST_COUNTED = 1 << 53
 """Largest count: a float64 holds all whole numbers up to it."""
@@ -121,7 +122,7 @@ def _whole(name: str, number: float, most: int) -> int:
 def pack_state(state: dict[str, Any], most_bytes: int) -> Tensor:
     """Return ``state``, of ``STATE_PARTS``, as bytes (uint8); raise ``UserInputError`` if it is too large to send."""
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(loadable(state), file)
     packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
     check_state_bytes(packed.nbytes, most_bytes)
     return packed
