@@ -33,6 +33,7 @@ from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import (
     OwnSteps,
     check_copies_gradients,
+    drop_gradients,
     drop_gradients_of_frozen,
     held_parameters,
     set_aside_gradients,
@@ -314,6 +315,7 @@ class Pipelined(Strategy):
                 self._hooks = TrueWeightsHooks(model, self._updates)
             self._factor_hooks.follow(self._cut.exchanges.by_factors())
             self._leaving = self._watch()
+            drop_gradients(optimizer)
             self._own_steps.refuse_others()
             atexit.register(self._if_never_closed)
         except BaseException as error:
