@@ -42,7 +42,9 @@ class TrueWeightsHooks:
         self._brief = False
         """True if predicted weights return at the end of that forward pass."""
         self._saving: nn.Module | None = None
-        """Part of the model whose ``state_dict`` is being made of the true weights."""
+        """Part of the model whose ``state_dict`` is being made."""
+        self._shown_to_save = False
+        """True if predicted weights return once it is made."""
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(OutsideOfGraphs(self._before_whole), prepend=True),
             model.register_forward_hook(OutsideOfGraphs(self._after_whole), always_call=True),
@@ -87,16 +89,19 @@ class TrueWeightsHooks:
             self._updates.weights.show_true(graphs_end=True)
 
     def _begin_saving(self, module: nn.Module, *details: Any) -> None:
-        if self._updates.weights.show_true():
-            self._saving = module
+        shown = self._updates.weights.show_true()
+        if shown or self._saving in (None, module):  # else a part of it, unless one could not be made
+            self._saving, self._shown_to_save = module, shown
 
     def _end_saving(self, module: nn.Module, state: dict[str, Any], *details: Any) -> None:
         if self._saving is module:
             self._saving = None
             for name, value in state.items():
-                if is_dtensor(value):  # whose memory is about to hold the predicted weights
-                    state[name] = value.detach().clone()
-            self._updates.weights.return_to_predicted()
+                # The memory of a DTensor will hold predicted weights; with keep_vars the parameters are wanted.
+                if is_dtensor(value) and not isinstance(value, nn.Parameter):
+                    state[name] = value.clone()
+            if self._shown_to_save:
+                self._updates.weights.return_to_predicted()
 
     def _begin_loading(self, module: nn.Module, *details: Any) -> None:
         if self._updates.weights.are_predicted:

@@ -172,6 +172,21 @@ def test_a_state_dict_has_the_true_weights(trained: Trained, part: str) -> None:
     assert holds(model, predicted)
 
 
+def test_a_state_made_while_the_true_weights_are_shown_keeps_them(trained: Trained) -> None:
+    model, pipeline, true, predicted = trained
+    with pipeline.true_weights():
+        states = [model.state_dict()]
+    model.eval()
+    model(INPUTS)
+    states.append(model.state_dict())
+    model.train()
+    model(INPUTS)
+    assert holds(model, predicted)
+    for state in states:
+        for name, wanted in true.state_dict().items():
+            assert torch.equal(state[name], wanted)
+
+
 def test_a_state_dict_that_cannot_be_made_leaves_a_model_that_trains_as_before(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
