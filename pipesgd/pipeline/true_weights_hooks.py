@@ -104,8 +104,7 @@ class TrueWeightsHooks:
                 self._updates.weights.return_to_predicted()
 
     def _begin_loading(self, module: nn.Module, *details: Any) -> None:
-        if self._updates.weights.are_predicted:
-            self._updates.weights.restore()  # the predicted weights are not those expected from the loaded ones
+        self._updates.weights.restore()  # the predicted weights are not those expected from the loaded ones
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

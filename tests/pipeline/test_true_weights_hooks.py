@@ -212,6 +212,23 @@ def test_loaded_weights_are_what_is_trained_on(trained: Trained) -> None:
         assert holds(model, other)
 
 
+@pytest.mark.parametrize("shown_by", ["evaluation", "part without gradients", "true_weights"])
+def test_weights_loaded_while_the_true_ones_are_shown_are_what_is_trained_on(trained: Trained, shown_by: str) -> None:
+    model, pipeline, true, _ = trained
+    other = TwoParts().double()
+    with pipeline.true_weights() if shown_by == "true_weights" else contextlib.nullcontext():
+        model.eval()
+        with torch.set_grad_enabled(shown_by == "evaluation"):
+            (model.encoder if shown_by == "part without gradients" else model)(INPUTS)
+        assert holds(model, true)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(INPUTS), other(INPUTS))
+    model.train()
+    assert torch.equal(model(INPUTS), other(INPUTS))
+    with pipeline.true_weights():
+        assert holds(model, other)
+
+
 def evaluate_and_save(model: nn.Module) -> None:
     model.eval()
     with torch.no_grad():
