@@ -93,7 +93,8 @@ class StepReport:
 class Strategy(Protocol):
     """Turns the gradients that a backward pass left in ``.grad`` into weight updates.
 
-    A strategy owns ``.grad`` from ``step`` on: a loop that uses one calls no ``zero_grad``.
+    A strategy owns ``.grad``: a loop that uses one calls no ``zero_grad``, and gradients from before it was made are
+    dropped.
     As a context manager it is closed at the end of the block.
     """
 

@@ -380,6 +380,36 @@ def test_evaluating_and_saving_use_the_true_weights() -> None:
         assert all(found)
 
 
+def _in_evaluation_mode(ranks: Ranks) -> list[str]:
+    """Return what is said of loops in evaluation mode, which drop gradients before the forward pass or after it."""
+    messages = []
+    for options, early in itertools.product(({}, {"local_steps": 4, "width": 1}), (True, False)):
+        ddp_model = DistributedDataParallel(make_model(), broadcast_buffers=False)
+        ddp_model.eval()
+        optimizer, pipeline = start(ddp_model, **options)
+        try:
+            with pipeline:
+                for inputs, targets in batches(ranks.rank, ranks.world_size):
+                    if early:
+                        optimizer.zero_grad()
+                    loss = cross_entropy(ddp_model(inputs), targets)
+                    if not early:
+                        optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+        except UserInputError as error:
+            messages.append(f"{pipeline.iteration} {error}")
+    return messages
+
+
+@pytest.mark.filterwarnings("ignore:the pipeline was closed after an error")
+def test_gradients_of_evaluation_mode_are_refused_in_a_loop_of_ddp() -> None:
+    for messages in run_ranks(2, _in_evaluation_mode):
+        assert len(messages) == 4
+        for message in messages:
+            assert message.startswith("1 model must be in training mode when it computes gradients for a step")
+
+
 class Average:
     """An average of weights that is written into the parameters and taken out again, as by torch_ema or diffusers."""
 
@@ -789,7 +819,10 @@ def without_a_step(
     """
     ddp_model = DistributedDataParallel(make_model())
     optimizer = make_optimizer("sgd", ddp_model)
-    pipeline = contextlib.nullcontext() if width is None else attach(ddp_model, optimizer, width=width)
+    prediction = "none" if evaluating else "eager"  # with another one, gradients of evaluation mode are refused
+    pipeline = (
+        contextlib.nullcontext() if width is None else attach(ddp_model, optimizer, width=width, prediction=prediction)
+    )
     ddp_model.train(not evaluating)
     try:
         with pipeline:

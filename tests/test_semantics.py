@@ -596,14 +596,21 @@ def test_a_step_in_true_weights_loses_no_update() -> None:
     pipeline.close()
 
 
-def test_weights_loaded_in_true_weights_are_what_is_trained_on() -> None:
+@pytest.mark.parametrize("loads", [True, False])
+def test_weights_loaded_in_true_weights_are_what_is_trained_on(loads: bool) -> None:
     model, pipeline, iterate = pipeline_of_ones(2)
     iterate()
     iterate()
-    with pipeline.true_weights():
-        model.load_state_dict({"weight": torch.tensor([[50.0]])})
-    with torch.no_grad():
-        model.weight.add_(1000.0)  # changes the predicted weights, which live until the next step
+    with pipeline.true_weights(), torch.no_grad():
+        if loads:
+            model.load_state_dict({"weight": torch.tensor([[50.0]])})
+        else:
+            model.weight.fill_(50.0)
+    if loads:
+        assert model.weight.item() == 50.0, "and not the weights predicted before"
+    else:
+        with torch.no_grad():
+            model.weight.add_(1000.0)  # changes the predicted weights, which live until the next step
     iterate()
     pipeline.flush()
     assert model.weight.item() == 48.0, "one gradient was in flight, one was new"

@@ -246,6 +246,7 @@ class AttachedPipeline(Pipelined):
         """Take over a bucket of gradients; with the last, replace those of all buckets by the ones that are due."""
         try:
             self.check_usable()
+            self.check_gradients(new=True)
             self._buckets.append((bucket.parameters(), bucket.gradients()))
             if bucket.is_last():
                 buckets, self._buckets = self._buckets, []

@@ -112,6 +112,7 @@ class AttachedLocalSteps(LocalSteps):
 
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Leave a bucket of gradients as it is."""
+        self._pipeline.check_gradients(new=True)
         self._computed |= bucket.is_last()
         return done(bucket.buffer())
 

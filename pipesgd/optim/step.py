@@ -64,6 +64,15 @@ def check_unchanged(optimizer: torch.optim.Optimizer, identities: Sequence[int],
         )
 
 
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Drop all gradients of ``optimizer``'s parameters: those that backward passes left before a strategy was made.
+
+    Its first update would add those of trained parameters to its own, and every update apply those of frozen ones.
+    """
+    held = held_parameters(optimizer)
+    give_gradients(held, [None] * len(held))
+
+
 def drop_gradients_of_frozen(optimizer: torch.optim.Optimizer) -> None:
     """Drop the gradients of frozen parameters: ``optimizer`` would update the parameters with them in every step."""
     for group in optimizer.param_groups:
@@ -177,6 +186,7 @@ class SynchronousUpdate:
         self._optimizer = optimizer
         self._clip = clip or Clipping()
         self._skip_nonfinite = on_nonfinite == "skip" or self.loss_scale.skips
+        drop_gradients(optimizer)
 
     def follow_parameters(self) -> None:
         """Follow the optimizer's parameters: nothing is exchanged, so they may be frozen, unfrozen or added to."""

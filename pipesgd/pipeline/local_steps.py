@@ -374,13 +374,15 @@ class LocalSteps(Strategy):
 
         Raises:
             NonFiniteGradientError: this rank's own gradient, or a mean movement, holds a NaN or an infinity.
-            UserInputError: the strategy was closed, or parameters were frozen, unfrozen or added.
+            UserInputError: the strategy was closed, parameters were frozen, unfrozen or added, or gradients were
+                computed in evaluation mode.
             CommunicationError: a rank was lost, or silent for longer than the timeout.
             OutOfStepError: another rank is in a different call or iteration.
             RunError: the averaged state of the ranks' optimizers is not finite.
         """
         with self._noting_errors():
             self._pipeline.check_usable()
+            self._pipeline.check_gradients()
             self._inner.check_parameters("local steps")
             iteration = self.iteration
             with self._pipeline.whole(f"the local step of iteration {iteration}"), self._own_steps.taken():

@@ -42,6 +42,7 @@ from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import (
     OwnSteps,
     check_copies_gradients,
+    drop_gradients,
     drop_gradients_of_frozen,
     held_parameters,
     set_aside_gradients,
@@ -325,6 +326,7 @@ class Pipelined(Strategy):
                 self._hooks = TrueWeightsHooks(model, self._updates)
             self._factor_hooks.follow(self._cut.exchanges.by_factors())
             self._leaving = self._watch()
+            drop_gradients(optimizer)
             self._own_steps.refuse_others()
             atexit.register(self._if_never_closed)
         except BaseException as error:
@@ -395,7 +397,7 @@ class Pipelined(Strategy):
             OutOfStepError: another rank is in a different call or iteration.
             NonFiniteGradientError: the gradient that is due holds a NaN or an infinity. It is dropped.
             UserInputError: the pipeline was closed, parameters were frozen, unfrozen or added while gradients were in
-                flight, or gradients were added after their bucket had left.
+                flight, gradients were added after their bucket had left, or were computed in evaluation mode.
             DisagreementError: the parameters that are trained now are not the same on all ranks.
 
         After an error, the parameters hold the true weights. No gradient is lost: after an interruption (Ctrl-C, a
@@ -403,6 +405,7 @@ class Pipelined(Strategy):
         """
         self.check_usable()
         self._leaving.check_taken()
+        self.check_gradients()
         self._follow_parameters()
         return self.exchange()
 
@@ -690,6 +693,11 @@ class Pipelined(Strategy):
                 "load a state_dict, or continue from a checkpoint"
             )
 
+    def check_gradients(self, *, new: bool = False) -> None:
+        """Refuse gradients that were computed in evaluation mode; see ``TrueWeightsHooks.check_gradients``."""
+        if self._hooks is not None:
+            self._hooks.check_gradients(new=new)
+
     def _check_whole(self, call: str) -> None:
         """Refuse ``call`` while some buckets of a gradient have left and others have not."""
         if self._leaving.left:
@@ -766,6 +774,7 @@ class Pipelined(Strategy):
     def _leave(self) -> bool:
         """Let the next bucket leave during the backward pass, unless the next step must follow other parameters."""
         self.check_usable()
+        self.check_gradients(new=True)
         # Only the first bucket asks: parameters do not change between the buckets of one backward pass.
         first = not self._leaving.left
         if first and (self._cut.undecided or not self._cut.is_present):

@@ -111,7 +111,7 @@ def compare(mean: Sequence[Tensor], guess: Sequence[Tensor], add_up: AddUp = lis
         return Comparison(cosine=None, relative_error=None)
     squared_error = round((means + guesses - 2 * both) / means, COMPARED_DIGITS)
     return Comparison(
-        cosine=round(both / math.sqrt(means * guesses), COMPARED_DIGITS),
+        cosine=round(both / (math.sqrt(means) * math.sqrt(guesses)), COMPARED_DIGITS),  # means * guesses may underflow
         relative_error=math.sqrt(max(squared_error, 0.0)),
     )
 

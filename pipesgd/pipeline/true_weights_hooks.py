@@ -8,6 +8,9 @@ part of it, read and write the true weights; the model keeps loaded weights unti
 The predicted weights return at once where no graph remembers which weights it was computed with, and otherwise before
 the next forward pass that trains. A backward pass through a graph of the other weights then fails, as it does in torch
 after any change in place.
+
+Gradients of a forward pass in evaluation mode are those of the true weights. Nothing tells in the forward pass whether
+they will be trained with, so ``check_gradients`` refuses them where they are handed over.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from pipesgd.errors import UserInputError
 from pipesgd.pipeline.delayed_update import DelayedUpdate
 from pipesgd.shards import is_dtensor
 
@@ -41,8 +45,14 @@ class TrueWeightsHooks:
         """True while a forward pass of the whole model runs."""
         self._brief = False
         """True if predicted weights return at the end of that forward pass."""
+        self._evaluated = False
+        """True from a forward pass in evaluation mode that has put in the true weights to the next one that trains."""
+        self._had_gradients = False
+        """True if there were gradients before that pass in evaluation mode."""
         self._saving: nn.Module | None = None
-        """Part of the model whose ``state_dict`` is being made of the true weights."""
+        """Part of the model whose ``state_dict`` is being made."""
+        self._shown_to_save = False
+        """True if predicted weights return once it is made."""
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(OutsideOfGraphs(self._before_whole), prepend=True),
             model.register_forward_hook(OutsideOfGraphs(self._after_whole), always_call=True),
@@ -62,15 +72,32 @@ class TrueWeightsHooks:
             handle.remove()
         self._handles.clear()
 
+    def check_gradients(self, *, new: bool = False) -> None:
+        """Refuse to take over gradients that were computed with the true weights, in evaluation mode.
+
+        Args:
+            new: whether they are of the backward pass that is running. Else they may be from before an evaluation.
+
+        Raises:
+            UserInputError: they were computed so.
+        """
+        weights = self._updates.weights
+        if not (self._evaluated and weights.are_valid and not weights.are_predicted):
+            return
+        if new or (self._has_gradients() and not self._had_gradients):
+            raise UserInputError(
+                "model must be in training mode when it computes gradients for a step, since only there it has the "
+                "predicted weights; got gradients of evaluation mode (call model.train(), and eval() only on layers "
+                "that are to stay in it, as batch norm)"
+            )
+
     def _before_whole(self, module: nn.Module, inputs: Any) -> None:
         self._computing = True
         self._brief = False
         if not torch.is_grad_enabled():
             self._brief = self._updates.weights.show_true()
-        elif self._model.training:
-            self._updates.weights.return_to_predicted(graphs_end=True)
         else:
-            self._updates.weights.show_true(graphs_end=True)
+            self._follow_mode()
 
     def _after_whole(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         self._computing = False
@@ -79,28 +106,36 @@ class TrueWeightsHooks:
             self._updates.weights.return_to_predicted()
 
     def _before_part(self, module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling() or self._computing:
-            return
+        if not (torch.compiler.is_compiling() or self._computing):
+            self._follow_mode()
+
+    def _follow_mode(self) -> None:
         if self._model.training:
             self._updates.weights.return_to_predicted(graphs_end=True)
-        else:
-            self._updates.weights.show_true(graphs_end=True)
+            self._evaluated = False
+        elif self._updates.weights.show_true(graphs_end=True):
+            self._evaluated, self._had_gradients = True, self._has_gradients()
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._model.parameters())
 
     def _begin_saving(self, module: nn.Module, *details: Any) -> None:
-        if self._updates.weights.show_true():
-            self._saving = module
+        shown = self._updates.weights.show_true()
+        if shown or self._saving in (None, module):  # else a part of it, unless one could not be made
+            self._saving, self._shown_to_save = module, shown
 
     def _end_saving(self, module: nn.Module, state: dict[str, Any], *details: Any) -> None:
         if self._saving is module:
             self._saving = None
             for name, value in state.items():
-                if is_dtensor(value):  # whose memory is about to hold the predicted weights
-                    state[name] = value.detach().clone()
-            self._updates.weights.return_to_predicted()
+                # The memory of a DTensor will hold predicted weights; with keep_vars the parameters are wanted.
+                if is_dtensor(value) and not isinstance(value, nn.Parameter):
+                    state[name] = value.clone()
+            if self._shown_to_save:
+                self._updates.weights.return_to_predicted()
 
     def _begin_loading(self, module: nn.Module, *details: Any) -> None:
-        if self._updates.weights.are_predicted:
-            self._updates.weights.restore()  # the predicted weights are not those expected from the loaded ones
+        self._updates.weights.restore()  # the predicted weights are not those expected from the loaded ones
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -241,6 +241,32 @@ def test_evaluating_and_saving_use_true_weights_and_change_nothing(shape: tuple[
         assert quiet == disturbed
 
 
+def _save_while_true_weights_are_shown(ranks: Ranks) -> list[bool]:
+    """Return for each of some states whether it has the true weights after the predicted ones have returned."""
+    member = Member((1, 2, 1), case("nesterov", width=2))
+    member.iterate(0)
+    member.iterate(1)
+    true = member.whole()
+    with member.pipeline.true_weights():
+        states = [member.model.state_dict()]
+        assert all(isinstance(value, nn.Parameter) for value in member.model.state_dict(keep_vars=True).values())
+    member.model.eval()
+    regress(member.model, member.batches[2])
+    states.append(member.model.state_dict())
+    member.model.train()
+    regress(member.model, member.batches[2])
+    states.append(dict(member.model.named_parameters()))
+    have_true = [all(torch.equal(state[name].full_tensor(), true[name]) for name in true) for state in states]
+    member.pipeline.close()
+    return have_true
+
+
+def test_a_state_made_while_the_true_weights_are_shown_has_copies_of_shards() -> None:
+    """It held the memory of the shards, which got the predicted weights afterwards."""
+    for kept in run_ranks(2, _save_while_true_weights_are_shown):
+        assert kept == [True, True, False], "the parameters have others then"
+
+
 def _resume(ranks: Ranks, shape: tuple[int, int, int], folder: Path) -> tuple[Any, Any, str]:
     options = case("adamw", width=2, codec="int4")
     whole, resumed = Member(shape, options), Member(shape, options)

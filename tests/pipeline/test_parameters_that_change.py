@@ -8,12 +8,14 @@ import pytest
 import torch
 from _ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
 from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.codecs.options import CodecOptions
+from pipesgd.ddp import attach
 from pipesgd.errors import DisagreementError, OutOfStepError, UserInputError
 from pipesgd.flat_buffer import rearranged
 from pipesgd.ranks import Ranks
@@ -294,3 +296,40 @@ def test_without_communication_every_change_is_followed(change: str) -> None:
         strategy.step()
     for name, expected in _train_in_one_process(change, 1).items():
         torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-12, atol=1e-12)
+
+
+def _with_each_strategy(ranks: Ranks, earlier: bool) -> dict[str, dict[str, Tensor]]:
+    """Train a model whose first layer is frozen, perhaps after an ``earlier`` backward pass through all of it."""
+    makes: dict[str, Any] = {
+        "width 1": lambda *of: Pipelined(*of, width=1, ranks=ranks),
+        "width 2": lambda *of: Pipelined(*of, width=2, ranks=ranks),
+        "local steps": lambda *of: LocalSteps(*of, local_steps=2, ranks=ranks),
+        "attach": lambda model, optimizer: attach(DistributedDataParallel(model), optimizer),
+        "ddp": lambda *of: Ddp(*of, ranks=ranks),
+        "ps": lambda *of: ParameterServers(*of, ranks=ranks, staleness_bound=0),
+        "local": Local,
+    }
+    weights = {}
+    for name, make in makes.items():
+        model, optimizer = _build("freeze")
+        if earlier:
+            _backward(model, ranks.rank, 7)
+        model[0].requires_grad_(False)
+        with make(model, optimizer) as strategy:
+            step = optimizer.step if name == "attach" else strategy.step
+            for iteration in range(4):
+                _backward(strategy.module, ranks.rank, iteration)
+                step()
+        weights[name] = model.state_dict()
+    return weights
+
+
+def test_gradients_from_before_a_strategy_was_made_are_dropped() -> None:
+    """Every update applied those of frozen parameters, with the gradients of each rank alone."""
+    untouched, _ = _build("freeze")
+    [without], [after] = (run_ranks(1, _with_each_strategy, earlier) for earlier in (False, True))
+    for name, weights in after.items():
+        assert torch.equal(weights["0.weight"], untouched[0].weight), name
+        assert not torch.equal(weights["2.weight"], untouched[2].weight), name
+        for key, value in weights.items():
+            assert torch.equal(value, without[name][key]), (name, key)

@@ -345,6 +345,15 @@ def test_parameters_that_share_memory_are_refused_where_they_would_be_predicted_
     assert run_ranks(1, _share_memory, COMPARED["spectrain"]) == [""]
 
 
+@pytest.mark.parametrize("scale", [1e-150, 1e-100, 1.0, 1e100])
+def test_gradients_of_any_size_are_compared(scale: float) -> None:
+    mean, guess = (scale * torch.tensor(values, dtype=torch.float64) for values in ([3.0, 4.0], [0.0, 5.0]))
+    comparison = compare([mean], [guess])
+    assert comparison.cosine == 0.8
+    assert comparison.relative_error == pytest.approx(0.4**0.5, abs=1e-5)
+    assert compare([0.0 * mean], [guess]).cosine is None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 0.01])
 def test_comparisons_of_16_bit_gradients_have_the_digits_of_float32(dtype: torch.dtype, scale: float) -> None:

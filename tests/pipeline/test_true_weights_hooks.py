@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipesgd import Pipelined
+from pipesgd import LocalSteps, Pipelined, UserInputError
 
 INPUTS = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(3, 4)
 
@@ -127,6 +128,81 @@ def test_parts_in_evaluation_mode_or_without_gradients_train_with_the_rest(train
     model.zero_grad()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_the_whole_model_trains_on_predicted_weights_unless_it_is_reentrant(
+    trained: Trained, reentrant: bool
+) -> None:
+    model, _, true, predicted = trained
+    outputs = checkpoint(model, INPUTS.clone().requires_grad_(), use_reentrant=reentrant)
+    assert torch.equal(outputs, (true if reentrant else predicted)(INPUTS))
+    if not reentrant:
+        outputs.square().sum().backward()
+        predicted(INPUTS).square().sum().backward()
+        for own, wanted in zip(model.parameters(), predicted.parameters(), strict=True):
+            assert torch.equal(own.grad, wanted.grad)  # type: ignore[arg-type]
+    model.zero_grad()
+
+
+MAKES: dict[str, Callable[..., Pipelined | LocalSteps]] = {
+    "width 2": functools.partial(Pipelined, width=2),
+    "buckets": functools.partial(Pipelined, width=1, buckets=2),
+    "late buckets": functools.partial(Pipelined, width=2, buckets=2),
+    "none": functools.partial(Pipelined, width=2, prediction="none"),
+    "local steps": functools.partial(LocalSteps, local_steps=8, width=1),
+}
+PREDICTED = ("width 2", "late buckets", "local steps")
+
+
+@pytest.mark.parametrize("called", ["whole", "parts"])
+@pytest.mark.parametrize("kind", MAKES)
+def test_gradients_of_evaluation_mode_are_refused_where_weights_are_predicted(kind: str, called: str) -> None:
+    """They were computed on the true weights: without the prediction, or the rank's own steps of a window."""
+    model = make_model()
+
+    def iterate() -> None:
+        outputs = model(INPUTS) if called == "whole" else model.head(model.encoder(INPUTS))
+        outputs.square().sum().backward()
+        pipeline.step()
+
+    with MAKES[kind](model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)) as pipeline:
+        model.eval()
+        iterate()
+        with (
+            pytest.raises(UserInputError, match=r"^model must be in training mode .*; got gradients of evaluation mode")
+            if kind in PREDICTED
+            else contextlib.nullcontext()
+        ):
+            iterate()
+        model.zero_grad()
+        model.train()
+        model.encoder.eval()
+        iterate()
+        assert pipeline.iteration == 3 - (kind in PREDICTED)
+
+
+@pytest.mark.parametrize("kind", PREDICTED)
+def test_gradients_that_are_dropped_or_from_before_an_evaluation_are_not_refused(kind: str) -> None:
+    weights = []
+    for evaluates in (False, True):
+        model = make_model()
+        with MAKES[kind](model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)) as pipeline:
+            for _ in range(4):
+                model(INPUTS).square().sum().backward()
+                if evaluates:
+                    model.eval()
+                    model(INPUTS)
+                pipeline.step()
+                if evaluates:
+                    with pipeline.accumulating():
+                        model(INPUTS).sum().backward()
+                    model.zero_grad()
+                    model.train()
+                    with pipeline.true_weights():
+                        model(INPUTS)
+        weights.append(model)
+    assert holds(*weights)
+
+
 def test_evaluating_while_a_backward_pass_is_still_to_come_changes_nothing(trained: Trained) -> None:
     model, _, true, predicted = trained
     loss, wanted = model(INPUTS).square().sum(), predicted(INPUTS).square().sum()
@@ -172,6 +248,21 @@ def test_a_state_dict_has_the_true_weights(trained: Trained, part: str) -> None:
     assert holds(model, predicted)
 
 
+def test_a_state_made_while_the_true_weights_are_shown_keeps_them(trained: Trained) -> None:
+    model, pipeline, true, predicted = trained
+    with pipeline.true_weights():
+        states = [model.state_dict()]
+    model.eval()
+    model(INPUTS)
+    states.append(model.state_dict())
+    model.train()
+    model(INPUTS)
+    assert holds(model, predicted)
+    for state in states:
+        for name, wanted in true.state_dict().items():
+            assert torch.equal(state[name], wanted)
+
+
 def test_a_state_dict_that_cannot_be_made_leaves_a_model_that_trains_as_before(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +283,23 @@ def test_loaded_weights_are_what_is_trained_on(trained: Trained) -> None:
     model, pipeline, _, _ = trained
     other = make_model()
     model.load_state_dict(other.state_dict())
+    assert torch.equal(model(INPUTS), other(INPUTS))
+    with pipeline.true_weights():
+        assert holds(model, other)
+
+
+@pytest.mark.parametrize("shown_by", ["evaluation", "part without gradients", "true_weights"])
+def test_weights_loaded_while_the_true_ones_are_shown_are_what_is_trained_on(trained: Trained, shown_by: str) -> None:
+    model, pipeline, true, _ = trained
+    other = TwoParts().double()
+    with pipeline.true_weights() if shown_by == "true_weights" else contextlib.nullcontext():
+        model.eval()
+        with torch.set_grad_enabled(shown_by == "evaluation"):
+            (model.encoder if shown_by == "part without gradients" else model)(INPUTS)
+        assert holds(model, true)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(INPUTS), other(INPUTS))
+    model.train()
     assert torch.equal(model(INPUTS), other(INPUTS))
     with pipeline.true_weights():
         assert holds(model, other)

@@ -25,7 +25,13 @@ from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite, check_dense, pack_gradients
 from pipesgd.optim import hyperparameters
-from pipesgd.optim.step import check_unchanged, count_as_stepped, trainable_identities, trainable_parameters
+from pipesgd.optim.step import (
+    check_unchanged,
+    count_as_stepped,
+    drop_gradients,
+    trainable_identities,
+    trainable_parameters,
+)
 from pipesgd.pipeline_config import PipelineConfig
 from pipesgd.ranks import Ranks, current
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
@@ -150,6 +156,7 @@ class ParameterServers(Strategy):
             thread.start()
         if ranks.rank < workers:
             self._workers.before_gather = self._meet
+        drop_gradients(optimizer)
 
     @property
     def bytes_sent(self) -> int:
