@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _scenario import DEVICE, FOLDER, ON_GPU, SCENARIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,13 +18,6 @@ from pipesgd.replicas import weights_sha256
 
 warnings.filterwarnings("ignore")
 
-GPU = " on a GPU"
-"""End of the name of a scenario whose ranks share a GPU."""
-SCENARIO, FOLDER = sys.argv[1].removesuffix(GPU), Path(sys.argv[2])
-ON_GPU = sys.argv[1].endswith(GPU)
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-if ON_GPU:
-    os.environ["LOCAL_RANK"] = "0"  # each rank is the only one of its node, so that all have the first GPU
 LOCAL: dict[str, Any] = {"local_steps": 3} if SCENARIO.endswith(" local steps") else {}
 OPTIONS: dict[str, Any] = {"width": 2, "codec": "int4"} | LOCAL
 SILENT: dict[str, Any] = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False} if LOCAL else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from _scenario import DEVICE, FOLDER, ON_GPU, SCENARIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,13 +21,6 @@ from pipesgd.replicas import weights_sha256
 
 warnings.filterwarnings("ignore")  # Lightning's hints about workers and loggers
 
-GPU = " on a GPU"
-"""End of the name of a scenario whose ranks share a GPU."""
-SCENARIO, FOLDER = sys.argv[1].removesuffix(GPU), Path(sys.argv[2])
-ON_GPU = sys.argv[1].endswith(GPU)
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-if ON_GPU:
-    os.environ["LOCAL_RANK"] = "0"  # each rank is the only one of its node, so that all have the first GPU
 pl = importlib.import_module(SCENARIO if SCENARIO == "lightning.pytorch" else "pytorch_lightning")
 pipesgd_lightning = importlib.import_module("pipesgd.lightning")  # after the package that it is to serve
 
