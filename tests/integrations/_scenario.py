@@ -1,4 +1,4 @@
-"""What a program of this folder is to do: ``PROGRAM SCENARIO FOLDER``, where each of two ranks writes what it found."""
+"""Arguments of the programs of this folder, ``SCENARIO FOLDER``: a job, and where each rank writes what it found."""
 
 import os
 import sys
