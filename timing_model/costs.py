@@ -113,8 +113,8 @@ def _pipelined_iteration(job: Job, noise: Noise, buckets: Buckets, times: Comput
 
 def _in_last_micro_batch(job: Job, buckets: Buckets) -> Buckets:
     """Return buckets that are complete in the backward pass of the last micro-batch, with shares of all of them."""
-    micro_batches = job.accumulated.accumulation
-    return [((micro_batches - 1 + share) / micro_batches, collective) for share, collective in buckets]
+    before = job.micro_batches - 1
+    return [((before + share) / job.micro_batches, collective) for share, collective in buckets]
 
 
 def _ddp(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
@@ -167,7 +167,7 @@ def inside_of(job: Job, costs: Costs) -> InsideTime:
     """Return the time of the collectives inside an island in an iteration; none of it without islands."""
     link = (costs.inner if job.mesh.within_node else None) or costs.link
     once = inside_time(job.mesh, job.compute.tensors, link, costs.placed)
-    return InsideTime(*[job.accumulated.accumulation * seconds for seconds in once])
+    return InsideTime(*[job.micro_batches * seconds for seconds in once])
 
 
 def times_of(job: Job, costs: Costs) -> ComputeTimes:

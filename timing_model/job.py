@@ -477,6 +477,11 @@ class Job:
         )
 
     @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an iteration."""
+        return self.accumulation * self.compute.accumulation
+
+    @property
     def accumulated(self) -> ComputeProfile:
         """Computation of a whole iteration of a rank: of all its micro-batches, and one update of what it holds."""
         compute, mesh = self.compute.accumulate(self.accumulation), self.mesh
@@ -499,7 +504,7 @@ class Job:
         """Iterations of an epoch, which drops the remaining samples. None if samples or batch size are not known."""
         if self.compute.samples is None or self.compute.batch_size == 0:
             return None
-        return self.compute.samples // (self.workers * self.accumulated.batch_size)
+        return self.compute.samples // (self.workers * self.accumulation * self.compute.batch_size)
 
     def cost(self, seconds: float | None) -> float | None:
         """Return the price of all ranks for this time; None if the price, or the time, is not known."""

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -30,8 +30,8 @@ class LoadingTimes:
 
     workers: int
     """Worker processes of this rank; with 0, the rank loads its batches itself."""
-    _iterations: int = 0
-    _seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    _iterations: int = field(default=0, init=False)
+    _seconds: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), init=False)
 
     def add(self, iteration: float, wait: float, load: float) -> None:
         """Add the seconds of an iteration, of its wait for the batch, and of loading that batch in one process."""

@@ -20,12 +20,12 @@ from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.planning import choose as choose_options
 from pipesgd.planning.choose import decide, of_file, space_of
 from pipesgd.planning.planned import choices_of
-from tests.timing_model._profiles import MLP, PROFILE, rates
+from tests.timing_model._profiles import MLP, PROFILE, ran, rates
 from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
 from timing_model.fragments import in_windows, windows_of
 from timing_model.job import GIVEN, INTERPOLATED, Job
-from timing_model.measured import CodecProfile, Estimate, MeasuredIteration
+from timing_model.measured import CodecProfile, Estimate
 from timing_model.predict import predict
 
 EXPENSIVE = rates(1e-6)
@@ -303,17 +303,7 @@ def test_what_was_not_measured_is_said() -> None:
     ],
 )
 def test_a_measured_time_is_not_that_of_a_run_with_options_that_were_not_measured(words: str, support: str) -> None:
-    ran = MeasuredIteration(
-        world_size=4,
-        width=2,
-        codec="int8",
-        all_reduce="ring",
-        segment_bytes=1 << 20,
-        iteration=Estimate.exact(9.0),
-        iterations=7,
-        loader_workers=0,
-    )
-    profile = cluster(compute=dataclasses.replace(MLP, measured=(ran,)))
+    profile = cluster(compute=dataclasses.replace(MLP, measured=(ran(iteration=Estimate.exact(9.0)),)))
     planned = choose(profile, f"--width 2 --codec int8 {words}")
     assert planned.support == support
     assert (planned.iteration_seconds == 9.0) == (support == "measured")

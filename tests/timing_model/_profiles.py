@@ -12,6 +12,7 @@ from timing_model.cluster_profile import (
     Corrections,
     Estimate,
     LinkProfile,
+    MeasuredIteration,
     Profile,
 )
 from timing_model.job import Job
@@ -73,6 +74,21 @@ PROFILE = Profile(
     sharing=about(0.5),
     compute=(MLP,),
 )
+
+
+def ran(**options: Any) -> MeasuredIteration:
+    """Return an iteration of 9 s that was measured, as ``options`` say: four ranks at width 2 unless they differ."""
+    defaults: dict[str, Any] = {
+        "world_size": 4,
+        "width": 2,
+        "codec": "int8",
+        "all_reduce": "ring",
+        "segment_bytes": 1 << 20,
+        "iteration": about(9.0),
+        "iterations": 7,
+        "loader_workers": 0,
+    }
+    return MeasuredIteration(**defaults | options)
 
 
 def ask(**options: Any) -> Job:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.timing_model._profiles import MLP, PROFILE, about, ask
+from tests.timing_model._profiles import MLP, PROFILE, about, ask, ran
 from timing_model.advice import advice, loading_advice
 from timing_model.all_reduce import CollectiveTime
 from timing_model.cli import main
@@ -18,7 +18,6 @@ from timing_model.cluster_profile import Estimate, Profile
 from timing_model.costs import costs_of, iteration_time, workers_that_hide
 from timing_model.iteration import IterationTime, loaded_iteration_time, pipelined_iteration_time
 from timing_model.job import Job, compute_of
-from timing_model.measured import MeasuredIteration
 from timing_model.params import ComputeTimes
 from timing_model.plan import plan
 from timing_model.predict import LOADING, predict
@@ -141,17 +140,8 @@ def test_a_measured_time_is_that_of_jobs_which_load_as_it_did(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: int | None, words: str, measured: bool
 ) -> None:
     """A file from before the number of workers was recorded does not say whose time it has."""
-    ran = MeasuredIteration(
-        world_size=4,
-        width=2,
-        codec="int8",
-        all_reduce="ring",
-        segment_bytes=1 << 20,
-        iteration=about(9.0),
-        iterations=7,
-        loader_workers=recorded,
-    )
-    profile = dataclasses.replace(PROFILE, compute=(dataclasses.replace(MLP, measured=(ran,)),))
+    compute = dataclasses.replace(MLP, measured=(ran(loader_workers=recorded),))
+    profile = dataclasses.replace(PROFILE, compute=(compute,))
     path = tmp_path / "cluster.toml"
     profile.save(path)
     assert Profile.load(path) == profile

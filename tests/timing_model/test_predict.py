@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.results import REPOSITORY
-from tests.timing_model._profiles import CORRECTIONS, LINK, MLP, PROFILE, about, ask
+from tests.timing_model._profiles import CORRECTIONS, LINK, MLP, PROFILE, about, ask, ran
 from timing_model import LinkParams, ring_all_reduce_time
 from timing_model.advice import training_arguments
 from timing_model.cluster_profile import Profile
@@ -23,7 +23,6 @@ from timing_model.measured import (
     ComputeProfile,
     Estimate,
     LinkProfile,
-    MeasuredIteration,
 )
 from timing_model.plan import plan
 from timing_model.predict import FORM_ERROR, LIMITS, Answer, predict
@@ -68,16 +67,7 @@ def test_a_rate_limit_is_a_slower_link_with_smaller_messages(all_reduce: str) ->
 
 
 def test_corrections_do_not_count_at_a_rate_limit_nor_do_times_that_were_measured_without() -> None:
-    measured = MeasuredIteration(
-        world_size=3,
-        width=2,
-        codec="fp32",
-        all_reduce="ring",
-        segment_bytes=1 << 20,
-        iteration=about(9.0),
-        iterations=7,
-        loader_workers=0,
-    )
+    measured = ran(world_size=3, codec="fp32")
     corrected = dataclasses.replace(PROFILE, link=dataclasses.replace(LINK, corrections=CORRECTIONS))
     work = dataclasses.replace(MLP, measured=(measured,))
     job = ask(cluster=corrected, compute=work, world_size=3, width=2)
