@@ -17,8 +17,19 @@ class PretendedGpu(FakeTensorMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._turn = threading.RLock()
+        self._of_thread = threading.local()
+        super().__init__()
+
+    # torch says that all tensors are on "meta" while this is true: that must hold only for the thread that computes, or
+    # another one that reads a tensor's device at that moment, without a turn, makes tensors there.
+    @property
+    def in_kernel_invocation(self) -> bool:  # type: ignore[override]
+        return getattr(self._of_thread, "in_kernel", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._of_thread.in_kernel = value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
