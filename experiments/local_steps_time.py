@@ -15,8 +15,10 @@ must reach the accuracy of synchronous training after 1404 iterations, the mean 
 - the time of an iteration, on the testbed, in passes in which all ways to train take turns. Each rank has an emulated
   accelerator: a real model that takes at least 75 ms ("at_least"), or a wait of 75 ms ("synthetic").
 
-DiLoCo is width 1, float32 and outer Nesterov; pipesgd is width 2 and int4, also with fragments (weight streaming). H
-are the iterations between two exchanges of a weight. The table also has the share of the communication that was hidden,
+DiLoCo is width 1, float32 and outer Nesterov; pipesgd is width 2 and int4, also with fragments (weight streaming), and
+these also by an all-to-all, whose two steps pay the latency less often than the ring's six. Its iterations are those
+with the ring, which rounds a sum in every step, and an all-to-all once. H are the iterations between two exchanges of
+a weight. The table also has the share of the communication that was hidden,
 by the reports of the ranks (1 - wait / communication), next to the share that the timing model predicts from a
 calibration without local steps, to which the computation's slowdown by the communication is exposed, too, and the
 fewest local steps of which its planner says that they hide all of it.
@@ -74,8 +76,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAME = "local_steps_time"
-DDP, DDP_FP16, OURS, STREAMED = "DDP", "DDP, fp16", "pipesgd, int4", "pipesgd, int4, fragments"
-LOOKS = {DDP: "ddp", DDP_FP16: "ddp fp16", DILOCO: DILOCO, OURS: "width 2, int4", STREAMED: "width 3, int4"}
+DDP, DDP_FP16, OURS = "DDP", "DDP, fp16", "pipesgd, int4"
+STREAMED, STREAMED_AT_ONCE = f"{OURS}, fragments", f"{OURS}, fragments, all-to-all"
+LOOKS = {
+    DDP: "ddp",
+    DDP_FP16: "ddp fp16",
+    DILOCO: DILOCO,
+    OURS: "width 2, int4",
+    STREAMED: "width 3, int4",
+    STREAMED_AT_ONCE: "width 3, int8",
+}
 """Names by which contenders get their colours and lines."""
 LENGTHS, QUICK_LENGTHS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0), (1.0,)
 """Lengths of runs that are tried in this order, as multiples of the workload's iterations."""
@@ -126,6 +136,7 @@ class Contender(NamedTuple):
     """The way as it is simulated."""
     timed: str
     """Arguments of pipesgd.train with which it is timed."""
+    all_reduce: str = "ring"
 
 
 def contenders(steps: Sequence[int]) -> list[Contender]:
@@ -142,6 +153,8 @@ def contenders(steps: Sequence[int]) -> list[Contender]:
             found.append(Contender(OURS, way, way.options))
         elif (way.method, way.codec) == (STREAMING, "int4"):
             found.append(Contender(STREAMED, way, way.options))
+            at_once = "all-to-all"
+            found.append(Contender(STREAMED_AT_ONCE, way, f"{way.options} --all-reduce {at_once}", at_once))
     return found
 
 
@@ -205,8 +218,9 @@ def runs_until_there(planned: Plan, make: Callable[[list[Planned]], dict[str, Ru
         return runs
     for at in dict.fromkeys(length for _, length in planned):
         there = {one for one, arrival in arrivals(planned, runs, accuracy).items() if arrival.length < at}
+        # Contenders that differ in the all-reduce share their runs.
         wanted = [of_seeds for (one, length), of_seeds in planned.items() if length == at and one not in there]
-        runs |= make(list(itertools.chain.from_iterable(wanted)))
+        runs |= make(list({run.words: run for of_seeds in wanted for run in of_seeds}.values()))
     return runs
 
 
@@ -233,7 +247,9 @@ def measure(cell: Cell, all_contenders: Sequence[Contender], folder: Path, *, qu
     """
     seconds = QUICK_CALIBRATION_SECONDS if quick else CALIBRATION_SECONDS
     with cell.testbed() as testbed:
-        profile = calibrate(testbed, f"--seconds {seconds} --codecs int4 --all-reduces ring {cell.words}", folder)
+        profile = calibrate(
+            testbed, f"--seconds {seconds} --codecs int4 --all-reduces ring all-to-all {cell.words}", folder
+        )
     windows = 1 if quick else WINDOWS
     timed_plan = [
         {"words": f"{cell.words} {one.timed}", "iterations": windows * one.way.local_steps} for one in all_contenders
@@ -263,7 +279,14 @@ def _predicted(profile: Profile, nodes: int, one: Contender) -> dict[str, Any]:
     if one.name in (DDP, DDP_FP16):
         return {"predicted_s": None, "predicted_hidden": None}
     [compute], way = profile.compute, one.way
-    job = Job(cluster=profile, compute=compute, world_size=nodes, width=way.width, codec=way.codec)
+    job = Job(
+        cluster=profile,
+        compute=compute,
+        world_size=nodes,
+        width=way.width,
+        codec=way.codec,
+        all_reduce=one.all_reduce,
+    )
     windows = windows_of(job, way.local_steps // way.fragments, way.fragments)
     answers = [predict(window, extrapolate=True) for window in windows]
     return {
@@ -305,7 +328,8 @@ def exchange_bytes(way: Way, tensors: Sequence[int], ranks: int) -> int:
 def formula_bytes(codec: str, numel: int, ranks: int) -> int:
     """Return the bytes that all ranks together send in a ring all-reduce of ``numel`` values.
 
-    In each of its 2(p-1) steps every one of p ranks sends another one of the p chunks.
+    In each of its 2(p-1) steps every one of p ranks sends another one of the p chunks. An all-to-all sends as many:
+    each rank all other chunks to their owners, and its own sum to all others.
 
     >>> formula_bytes("fp32", 10, 4), formula_bytes("fp16", 10, 4)
     (240, 120)
@@ -397,7 +421,11 @@ def judge(rows: Sequence[Row]) -> dict[str, str]:
     for cell in (cell for cell in CELLS if cell.rate == JUDGED_RATE):
         where = {"mbit_per_s": cell.link.rate / 1e6, "accelerator": cell.emulation}
         own = [row for row in rows if {name: row[name] for name in where} == where]
-        ours = [row["times_as_fast_as_ddp"] for row in best_of(own) if row["contender"] in (OURS, STREAMED)]
+        ours = [
+            row["times_as_fast_as_ddp"]
+            for row in best_of(own)
+            if row["contender"] in (OURS, STREAMED, STREAMED_AT_ONCE)
+        ]
         if own:
             found[cell.name] = _verdict(any(times is not None and times >= TIMES_AS_FAST for times in ours))
     return found

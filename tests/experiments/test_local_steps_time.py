@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shlex
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from experiments.local_steps_time import (
     QUICK_CELLS,
     QUICK_EVALUATE,
     STREAMED,
+    STREAMED_AT_ONCE,
     Arrival,
     Contender,
     Timed,
@@ -69,9 +71,10 @@ CROSSINGS: dict[str, dict[int, Sequence[float | None]]] = {
     DILOCO: {4: (None, 1200.0), 8: (None, None)},
     OURS: {4: (1050.0, 1150.0), 8: (1700.0, 1900.0)},
     STREAMED: {4: (None, 1000.0), 8: (1500.0, 1600.0)},
+    STREAMED_AT_ONCE: {4: (None, 1000.0), 8: (1500.0, 1600.0)},
 }
 """Iterations after which each seed has the accuracy, by contender and H; None for one that does not get there."""
-SECONDS = {DDP: 1.5, DDP_FP16: 0.8, DILOCO: 0.4, OURS: 0.08, STREAMED: 0.2}
+SECONDS = {DDP: 1.5, DDP_FP16: 0.8, DILOCO: 0.4, OURS: 0.08, STREAMED: 0.2, STREAMED_AT_ONCE: 0.1}
 
 
 def ran(crossing: float | None, accuracy: float = 0.885) -> Run:
@@ -121,7 +124,8 @@ def test_what_is_timed_is_what_is_simulated() -> None:
             assert (config.pipeline.ddp_hook == "fp16") == (one.name == DDP_FP16)
             assert (same.pipeline.width, same.pipeline.local_steps) == (1, 1)
         else:
-            assert (config.pipeline, config.compression) == (same.pipeline, same.compression)
+            assert config.pipeline == dataclasses.replace(same.pipeline, all_reduce=one.all_reduce)
+            assert config.compression == same.compression
 
 
 def test_every_run_is_evaluated_at_the_ends_of_windows_of_all_lengths() -> None:
@@ -129,7 +133,9 @@ def test_every_run_is_evaluated_at_the_ends_of_windows_of_all_lengths() -> None:
     assert QUICK_EVALUATE % STEPS[0] == 0
     planned = plan(ALL, 2)
     words = [run.words for of_seeds in planned.values() for run in of_seeds]
-    assert len(set(words)) == len(words) == 2 * len(LENGTHS) * len(ALL)
+    with_own_runs = [one for one in ALL if one.name != STREAMED_AT_ONCE]
+    assert len(set(words)) == 2 * len(LENGTHS) * len(with_own_runs)
+    assert len(words) == 2 * len(LENGTHS) * len(ALL)
     for (one, length), of_seeds in planned.items():
         for seed, run in enumerate(of_seeds):
             config = parse_training(shlex.split(run.words))
@@ -204,6 +210,7 @@ def test_the_shortest_length_counts_of_which_all_seeds_get_there() -> None:
             (OURS, 4): Arrival(1100, best),
             (OURS, 8): Arrival(1800, best),
             (STREAMED, 8): Arrival(1550, best),
+            (STREAMED_AT_ONCE, 8): Arrival(1550, best),
         }
     some = runs(planned)
     for length in LENGTHS:
@@ -221,10 +228,14 @@ def test_no_longer_runs_are_made_of_a_contender_that_is_there() -> None:
         return {words: known[words] for words in calls[-1]}
 
     found = runs_until_there(planned, make)
-    lengths = {run.words: (one.name, one.way.local_steps, at) for (one, at), ones in planned.items() for run in ones}
+    lengths: dict[str, tuple[str, int, float]] = {}
+    for (one, at), of_seeds in planned.items():
+        for run in of_seeds:
+            lengths.setdefault(run.words, (one.name, one.way.local_steps, at))
     first, *rest = [{lengths[words] for words in call} for call in calls]
     assert first == {(DDP, 1, 1.0)}
-    every = {(one.name, one.way.local_steps) for one in ALL}
+    every = {(one.name, one.way.local_steps) for one in ALL if one.name != STREAMED_AT_ONCE}
+    assert all(len(call) == len(set(call)) for call in calls), "it shares the runs of the ring"
     never = {(DILOCO, 4), (DILOCO, 8), (STREAMED, 4)}
     assert [{one[:2] for one in call} for call in rest] == [every if length <= 1.0 else never for length in LENGTHS]
     assert [{one[2] for one in call} for call in rest] == [{length} for length in LENGTHS]
@@ -277,7 +288,7 @@ def test_the_figure_has_a_line_for_each_contender_and_its_local_steps() -> None:
     assert lines[OURS] == [[rate, pytest.approx(1100 * 0.08 / 60)] for rate in (10, 25, 50)]
     assert lines[DILOCO] == []
     texts = [text.get_text() for text in axes.texts]
-    assert texts == [*["H 4"] * 3, *["H 8"] * 3, "DiLoCo never reaches it"]
+    assert texts == [*["H 4"] * 3, *["H 8"] * 6, "DiLoCo never reaches it"]
     assert axes.get_ylabel() == "time to 87.50 % (min)"
 
 
@@ -309,12 +320,12 @@ def test_a_short_run_is_kept_and_written(
     for one in itertools.chain.from_iterable(plan(contenders(STEPS[:1]), QUICK_SEEDS, quick=True).values()):
         simulated.add(one.words, simulate(one.words, test_every=one.test_every))
     main(words, alone(), console)
-    assert "bytes differ from the formula in 0 of 5 rows" in capsys.readouterr().out
+    assert "bytes differ from the formula in 0 of 6 rows" in capsys.readouterr().out
     table = load(tmp_path / "local_steps_time.csv")
     names = [(row["contender"], row["local_steps"]) for row in table]
-    assert names == [(DDP, 1), (DDP_FP16, 1), (OURS, 2), (STREAMED, 2), (DILOCO, 2)]
+    assert names == [(DDP, 1), (DDP_FP16, 1), (OURS, 2), (STREAMED, 2), (STREAMED_AT_ONCE, 2), (DILOCO, 2)]
     assert all(row["iteration_s"] > 0.02 and row["bytes"] == row["formula_bytes"] > 0 for row in table)
-    assert [row["predicted_s"] is None for row in table] == [True, True, False, False, False]
+    assert [row["predicted_s"] is None for row in table] == [True, True, False, False, False, False]
     assert all(0 <= row["hidden"] <= 1 for row in table)
     assert (tmp_path / "local_steps_time.png").stat().st_size > 0
     kept = {path.name: path.read_bytes() for path in tmp_path.glob("*s.json") if "manifest" not in path.name}
