@@ -11,7 +11,9 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 
 from experiments import command
+from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 Run = TypeVar("Run", bound=Any)
 Planned = TypeVar("Planned")
@@ -59,7 +61,12 @@ class KeptRuns(Generic[Run]):
 
         ``label`` is that of the progress, which calls a run by ``named``, or else by its text. If ``ranks`` make runs
         together, all of them call this together, and rank 0 alone has the file, and gets the runs.
+
+        Raises:
+            RunError: a run failed. All others were made before, unless ``ranks`` make them, which the failure may have
+                left in different places.
         """
+        failures: list[str] = []
         has_the_file = ranks is None or ranks.rank == 0
         done = self.load() if has_the_file else {}
         there = done if ranks is None else ranks.all_gather_object("runs that are there", list(done))[0]
@@ -68,9 +75,22 @@ class KeptRuns(Generic[Run]):
         if not finished:
             with command.progress(console, label, len(missing)) as advance:
                 for words, one in missing.items():
-                    run = make(one)
-                    if has_the_file:
-                        done[words] = run
-                        self.add(words, run)
-                    advance(1, words if named is None else named(one))
+                    name = words if named is None else named(one)
+                    try:
+                        run = make(one)
+                    except RunError as failure:
+                        if ranks is not None:
+                            raise
+                        failures.append(f"{name}: {failure}")
+                        say(console, f"{name} failed: {failure}")
+                    else:
+                        if has_the_file:
+                            done[words] = run
+                            self.add(words, run)
+                    advance(1, name)
+        if failures:
+            raise RunError(
+                f"{label}: {len(failures)} of {len(missing)} failed, and are made again by the same command; the first "
+                f"was {failures[0]}"
+            )
         return {words: done[words] for words in planned if words in done}

@@ -5,7 +5,7 @@
 PLAN.json is a list of passes, each a list of {"words": arguments of pipesgd.train, "iterations": number to time}, in
 any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "communication_seconds" and
 "exposed_seconds": those of an iteration's communication, and of waits for it, the mean of ranks, "wire_bytes": bytes of
-an iteration that the reports of all ranks have, "memory_bytes": most that a rank takes beyond what it had before,
+an iteration that the reports of all ranks have, "memory_bytes": most that a rank takes beyond data and model,
 "product_seconds": mean time of a fixed product of matrices before and after, which shows how fast the machine was just
 then, "stolen": the share of the cores' time that a hypervisor gave to others meanwhile, "cpu_share": the share that the
 ranks used}. A configuration that lost too much time is measured again at the end of its pass. All have the data, model
@@ -57,9 +57,9 @@ def mean_iteration(
     fill the memory and make the connections, and others fill the pipeline. With local steps, windows do that, and
     ``iterations`` are whole windows.
     """
+    model, untimed = copy.deepcopy(model).train(), (config.pipeline.width + 2) * config.pipeline.local_steps
     memory = PeakMemory()
     ranks.start_process_group("cpu", config.run.timeout)
-    model, untimed = copy.deepcopy(model).train(), (config.pipeline.width + 2) * config.pipeline.local_steps
     reports: list[StepReport] = []
     strategy = make_strategy(config, model, build_optimizer(config.optimization, model), SCALER, ranks)
     with contextlib.closing(strategy), contextlib.closing(batches.from_iteration(0)) as samples:

@@ -9,18 +9,21 @@ A system is a file NAME.toml in this folder, also for pipesgd.train --config; it
 - Iterations are timed on four emulated nodes, at 200 Mbit/s and 1 Gbit/s with an emulated accelerator on each, and at
   200 Mbit/s with two cores for all, in interleaved rounds of one job (times.py): seconds, bytes that all ranks report
   to send, the share of the communication that the computation hid, and the memory that a rank takes beyond data and
-  model. The timing model has predicted the seconds before, from a calibration.
+  model (on an accelerator without activations, and without that of processes that load). The timing model has
+  predicted the seconds before, from a calibration.
 - Accuracy is that after the same number of samples, of three seeds, on simulated or real ranks (accuracy.py).
 - Time to accuracy is calculated, not measured: iterations to the target times the time of an iteration. The target is
   one point below the accuracy that d-sync ends with.
 
-Finished parts are kept in systems.*.runs.json in the output folder: the same command makes those that are missing, and
-writes the table only when all are there. With --finished, the table has the workloads and links of which nothing is
-missing. experiments.systems.headlines scales its cells to the clusters of the systems' authors.
+Finished parts are kept in systems.*.runs.json in the output folder, one workload after the other: the same command
+makes those that are missing or have failed, and writes the table only when all are there. With --finished, the table
+has the workloads and links of which nothing is missing. experiments.systems.headlines scales its cells to the clusters
+of the systems' authors.
 """
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -29,10 +32,11 @@ from rich.console import Console
 from experiments import command, simulated_runs
 from experiments.results import Row, grouped, save
 from experiments.systems import accuracy, pictures, table
-from experiments.systems.catalogue import HOGWILD, NAME, NOT_HERE, systems
-from experiments.systems.times import finished_cells
+from experiments.systems.accuracy import Curve
+from experiments.systems.catalogue import HOGWILD, NAME, NOT_HERE, all_names, keys_of, systems
+from experiments.systems.times import Cell, finished_cells
 from experiments.systems.workloads import NODES, QUICK, QUICK_NODES, WORKLOADS
-from pipesgd.errors import UserInputError
+from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
@@ -52,41 +56,61 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     return arguments
 
 
-def compute(arguments: Namespace, console: Console) -> tuple[list[Row], list[Row]]:
-    """Return all rows, and those of the curves of some systems.
+def compute(arguments: Namespace, console: Console) -> tuple[list[Row], list[Row], list[str]]:
+    """Return all rows, those of the curves of some systems, and the commits that measured and trained.
 
     What is missing of them is measured and trained now, unless only finished ones are wanted.
 
     Raises:
         UserInputError: no testbed can be made here; or only finished rows are wanted, and there is none.
-        RunError: a job failed whose times are needed.
+        RunError: something failed; all else was measured and trained before.
     """
     workloads, known = QUICK if arguments.quick else WORKLOADS, systems()
-    chosen = arguments.only or sorted([*known, HOGWILD])
+    chosen = arguments.only or all_names()
     titles = {name: HOGWILD_TITLE if name == HOGWILD else known[name].title for name in chosen}
-    keys = {name: HOGWILD if name == HOGWILD else known[name].words for name in chosen}
-    cells = finished_cells(workloads, keys, arguments, console)
+    keys = keys_of(chosen)
     trained = {name: "" if name == HOGWILD else known[name].trained_words for name in chosen}
     planned = accuracy.plan(workloads, trained, simulated_runs.seeds_of(arguments))
-    curves = accuracy.finished_curves(planned, arguments, console, world_size=QUICK_NODES if arguments.quick else NODES)
+    world_size = QUICK_NODES if arguments.quick else NODES
+    cells: dict[tuple[str, str, str], Cell] = {}
+    curves: dict[tuple[str, str, int], Curve] = {}
+    failures, arguments = [], copy.copy(arguments)
+    for workload, one in workloads.items():  # one after the other, so that --finished soon finds a whole one
+        own = {key: training for key, training in planned.items() if key[0] == workload}
+        try:
+            cells |= finished_cells({workload: one}, keys, arguments, console)
+        except RunError as failure:
+            failures.append(str(failure))
+        try:
+            curves |= accuracy.finished_curves(own, arguments, console, world_size=world_size)
+        except RunError as failure:
+            failures.append(str(failure))
+        arguments.fresh = False  # what comes next is added to these
+    if failures:
+        raise RunError("; ".join(failures))
     incomplete = {workload for workload, system, seed in planned.keys() - curves.keys()}
     whole = {place: cell for place, cell in cells.items() if place[0] not in incomplete}
     if not whole:
         raise UserInputError("--finished must find the times and all trainings of a workload; there is none yet")
     rows = table.rows_of(titles, whole, keys, curves)
-    return rows, pictures.curve_rows(rows, curves)
+    made: list[Cell | Curve] = [
+        *whole.values(),
+        *(curve for (workload, *_), curve in curves.items() if workload not in incomplete),
+    ]
+    return rows, pictures.curve_rows(rows, curves), sorted({str(one.commit) for one in made})
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    rows, curves = compute(arguments, console)
+    rows, curves, made_with = compute(arguments, console)
     extra = {
         "workloads": {
             name: f"{one.trained} --iterations {one.iterations}"
             for name, one in (QUICK if arguments.quick else WORKLOADS).items()
         },
-        "systems": {name: one.words for name, one in systems().items()},
+        "systems": {name: one.words for name, one in systems().items() if name in {row["system"] for row in rows}},
+        "made_with": made_with,
         "not_here": NOT_HERE,
         "time_to_target": "calculated: iterations to the target times the time of an iteration",
     }

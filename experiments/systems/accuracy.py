@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import shlex
 import tempfile
 from argparse import Namespace
@@ -24,7 +25,7 @@ from experiments import simulated_runs
 from experiments.contenders import NEVER
 from experiments.kept_runs import KeptRuns
 from experiments.results import code_state
-from experiments.simulated_runs import Run
+from experiments.simulated_runs import DIVERGED_LOSS, Run
 from experiments.systems import hogwild
 from experiments.systems.catalogue import HOGWILD, NAME
 from experiments.systems.workloads import Workload
@@ -34,7 +35,6 @@ from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.config import TrainConfig
 from pipesgd.errors import RunError
 from pipesgd.pipeline_config import PipelineConfig
-from pipesgd.run.console import say
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
@@ -74,6 +74,7 @@ class Planned(simulated_runs.Planned):
 class Curve:
     """Accuracy of one training."""
 
+    commit: str | None
     how: str
     """Ranks that trained: "simulated" or "real"."""
     failure: str | None
@@ -127,32 +128,43 @@ def finished_curves(
     names = {one.words for one in simulated}
     really = _really_trained([one for one in unique.values() if one.words not in names], arguments, console, world_size)
     found = {words: _curve(run) for words, run in runs.items()} | {
-        words: Curve(how="real", failure=one.failure, points=one.points) for words, one in really.items()
+        words: Curve(commit=one.commit, how="real", failure=one.failure, points=one.points)
+        for words, one in really.items()
     }
     return {key: found[one.words] for key, one in planned.items() if one.words in found}
 
 
 def _curve(run: Run) -> Curve:
     if run.test_accuracy is None:
-        return Curve(how="simulated", failure=f"diverged in iteration {run.diverged_at}", points=[])
-    return Curve(how="simulated", failure=None, points=run.points)
+        failure = f"diverged in iteration {run.diverged_at}"
+        return Curve(commit=run.commit, how="simulated", failure=failure, points=[])
+    return Curve(commit=run.commit, how="simulated", failure=None, points=run.points)
 
 
 def _really_trained(
     planned: Sequence[Planned], arguments: Namespace, console: Console, world_size: int
 ) -> dict[str, Trained]:
-    """Return these trainings on real ranks by their words; the missing ones are made now, if they are wanted."""
+    """Return these trainings on real ranks by their words; the missing ones are made now, if they are wanted.
+
+    Raises:
+        RunError: some failed, other than by diverging, which is a result.
+    """
     name = f"{NAME}.real"
 
     def made(one: Planned) -> Trained:
         trained = (train_own_program if one.words.startswith(HOGWILD) else train)(one.words, world_size)
-        if trained.failure:
-            say(console, f"{one.name} failed: {trained.failure}")
+        if trained.failure and not has_diverged(trained.failure):
+            raise RunError(trained.failure)
         return trained
 
     kept = KeptRuns(arguments.output / f"{name}.runs.json", Trained, fresh=arguments.fresh)
     by_words = {one.words: one for one in planned}
     return kept.complete(by_words, made, console, name, named=lambda one: one.name, finished=arguments.finished)
+
+
+def has_diverged(failure: str) -> bool:
+    """Return True if a training failed for the reason that its weights, gradients or losses went beyond all bounds."""
+    return re.search("diverged|NaN|infinity|finite", failure) is not None
 
 
 def train(words: str, world_size: int) -> Trained:
@@ -161,7 +173,7 @@ def train(words: str, world_size: int) -> Trained:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         own = [*shlex.split(words), "--checkpoint-iterations", str(NEVER), "--output", str(folder)]
-        failure = run_training(own, world_size)
+        failure = run_training(own, world_size) or diverged_at(folder)
         points = read_points(folder) if failure is None else []
     return Trained(commit=commit, failure=failure, points=points)
 
@@ -174,6 +186,14 @@ def train_own_program(words: str, world_size: int) -> Trained:
     except RunError as failure:
         return Trained(commit=commit, failure=str(failure), points=[])
     return Trained(commit=commit, failure=None, points=[[float(at), accuracy] for at, accuracy in outcome.points])
+
+
+def diverged_at(folder: Path) -> str | None:
+    """Return when rank 0's loss of the run in ``folder`` went beyond the bound of simulated runs, if it did."""
+    for index, line in enumerate(read_metrics(folder / METRICS_FILE)):
+        if line["loss"] is None or line["loss"] > DIVERGED_LOSS:
+            return f"diverged in iteration {index}"
+    return None
 
 
 def read_points(folder: Path) -> list[list[float]]:

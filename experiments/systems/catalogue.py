@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,14 @@ def load(path: Path) -> System:
 def systems() -> dict[str, System]:
     """Return the systems with a file, by name, in alphabetical order: those of one paper are next to each other."""
     return {path.stem: load(path) for path in sorted(FOLDER.glob("*.toml"))}
+
+
+def keys_of(names: Iterable[str]) -> dict[str, str]:
+    """Return what identifies each of these systems in a cell of times: its arguments, or ``HOGWILD``."""
+    known = systems()
+    return {name: HOGWILD if name == HOGWILD else known[name].words for name in names}
+
+
+def all_names() -> list[str]:
+    """Return the names of all systems, sorted."""
+    return sorted([*systems(), HOGWILD])

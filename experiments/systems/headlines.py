@@ -26,9 +26,9 @@ from rich.console import Console
 from experiments import command
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, save
-from experiments.systems.catalogue import NAME, systems
-from experiments.systems.times import KEPT, Cell
-from experiments.systems.workloads import CORES
+from experiments.systems.catalogue import NAME, all_names, keys_of, systems
+from experiments.systems.times import KEPT, Cell, planned_cells
+from experiments.systems.workloads import CORES, WORKLOADS
 from experiments.theano_mpi import GPUS, NETWORKS, fit, per_exchange
 from experiments.validation_runs import job_of
 from pipesgd.ranks import Ranks
@@ -255,7 +255,9 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     name = f"{NAME}.headlines"
     arguments = ranks.raise_together("options", lambda: command.parse(command.parser(name, __doc__), words))
     command.check_alone(name, ranks.by_torchrun, "it needs one process")
-    cells = [cell for cell in KeptRuns(arguments.output / KEPT, Cell).load().values() if cell.computes != CORES]
+    planned = planned_cells(WORKLOADS, keys_of(all_names()), quick=False)
+    kept = KeptRuns(arguments.output / KEPT, Cell).load()
+    cells = [cell for text, cell in kept.items() if text in planned and cell.computes != CORES]
     rows = [on_their_cluster(one, system) for one in HEADLINES for system in one.systems]
     # Headlines that differ in the model are the same question where the model is that of a cell.
     questions = {(one.name, one.ranks): one for one in HEADLINES}.values()

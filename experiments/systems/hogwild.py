@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import multiprocessing
 
 from experiments import command
-from experiments.simulated_runs import WORLD_SIZE, accuracy_of, batches_of, evaluated, loss_of
+from experiments.simulated_runs import DIVERGED_LOSS, WORLD_SIZE, accuracy_of, batches_of, evaluated, loss_of
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig, differing_options
 from pipesgd.data import make_workload
@@ -40,6 +40,8 @@ READ = frozenset({
 })  # fmt: skip
 """Options of ``pipesgd.train`` that this program has a use for."""
 START_METHOD = "forkserver"  # a fork would copy the state of torch's threads
+UNTIMED = 3
+"""First iterations, which are not timed unless there are no others: they fill the memory."""
 MEETING_SECONDS = 600.0
 """Seconds after which a rank that does not come to an evaluation counts as lost."""
 
@@ -49,7 +51,7 @@ class Outcome:
     """Result of a run."""
 
     iteration_s: float
-    """Mean seconds of rank 0's iterations, evaluations left out."""
+    """Mean seconds of rank 0's iterations, without the first ones and without evaluations."""
     points: list[tuple[int, float]]
     """Iterations of a rank, and the test accuracy after them: at each evaluation and at the end."""
 
@@ -74,7 +76,7 @@ def train(words: str, world_size: int = WORLD_SIZE) -> Outcome:
 
     Raises:
         UserInputError: as ``parse``.
-        RunError: a rank failed.
+        RunError: a rank failed, or its loss went beyond all bounds.
     """
     config = parse(shlex.split(words))
     torch.manual_seed(config.optimization.seed)
@@ -108,21 +110,24 @@ def _train_rank(
     own = dataclasses.replace(options, lr=options.lr / world_size)
     optimizer = build_optimizer(own, model)
     schedule = build_schedule(own, optimizer, iterations)
-    seconds, points = 0.0, []
+    seconds, points, untimed = 0.0, [], UNTIMED if iterations > UNTIMED else 0
     for done, batch in enumerate(itertools.islice(batches_of(config, data, rank, world_size), iterations), start=1):
         begin = time.perf_counter()
         optimizer.zero_grad()
-        loss_of(model, batch).backward()
+        loss = loss_of(model, batch)
+        if not loss.item() <= DIVERGED_LOSS:
+            raise RunError(f"diverged in iteration {done - 1}")
+        loss.backward()
         optimizer.step()
         schedule.step()
-        seconds += time.perf_counter() - begin
+        seconds += (time.perf_counter() - begin) * (done > untimed)
         if done == iterations or (every is not None and done % every == 0):
             meeting.wait()
             if rank == 0:
                 points.append((done, accuracy_of(evaluated(model, data, test_every=1))))
             meeting.wait()
     if rank == 0:
-        results.put(Outcome(iteration_s=seconds / iterations, points=points))
+        results.put(Outcome(iteration_s=seconds / (iterations - untimed), points=points))
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:

@@ -49,7 +49,8 @@ def rows_of(
     for (workload, rate, computes), cell in times.items():
         target = target_of(curves, workload)
         for name, title in titles.items():
-            seconds = [one["seconds"] for one in cell.rounds[keys[name]]]
+            rounds = cell.rounds.get(keys[name], [])
+            seconds = [one["seconds"] for one in rounds]
             row: Row = {
                 "workload": workload,
                 "rate": rate,
@@ -57,14 +58,15 @@ def rows_of(
                 "system": name,
                 "title": title,
                 "timed_with": first.setdefault(keys[name], name),
-                **_time(cell.rounds[keys[name]]),
-                **_prediction(cell.predictions[keys[name]], median(seconds)),
+                **_time(rounds),
+                **_prediction(cell.predictions[keys[name]], median(seconds) if seconds else None),
                 **_against(seconds, None if name == HOGWILD else cell.rounds.get(keys.get(BASELINE, ""))),
                 **accuracy_of([curve for key, curve in curves.items() if key[:2] == (workload, name)], target),
             }
-            reached = row["iterations_to_target"]
-            row["time_to_target_s"] = None if reached is None else reached * row["iteration_s"]
-            row["not_measured"] = "; ".join(why for column, why in NOT_MEASURED.items() if row[column] is None)
+            reached, iteration = row["iterations_to_target"], row["iteration_s"]
+            row["time_to_target_s"] = None if reached is None or iteration is None else reached * iteration
+            why = [reason for column, reason in NOT_MEASURED.items() if row[column] is None]
+            row["not_measured"] = cell.not_timed.get(keys[name], "; ".join(why))
             rows.append(row)
     return rows
 
@@ -77,13 +79,11 @@ def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
         return median(known) if known else None
 
     seconds = [one["seconds"] for one in rounds]
-    communication, exposed = (
-        float(np.mean([one[f"{name}_seconds"] for one in rounds])) for name in ("communication", "exposed")
-    )
+    communication, exposed = (sum(one[f"{name}_seconds"] for one in rounds) for name in ("communication", "exposed"))
     return {
-        "iteration_s": median(seconds),
-        "iteration_lowest_s": min(seconds),
-        "iteration_highest_s": max(seconds),
+        "iteration_s": over("seconds"),
+        "iteration_lowest_s": min(seconds, default=None),
+        "iteration_highest_s": max(seconds, default=None),
         "rounds": len(seconds),
         "wire_bytes": over("wire_bytes"),
         "hidden_share": hidden_share(communication, exposed),
@@ -92,20 +92,20 @@ def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
     }
 
 
-def _prediction(predicted: Mapping[str, Any], measured: float) -> Row:
+def _prediction(predicted: Mapping[str, Any], measured: float | None) -> Row:
     seconds = predicted.get("seconds")
     return {
         "predicted_s": seconds,
         "predicted_low_s": predicted.get("low"),
         "predicted_high_s": predicted.get("high"),
-        "prediction_error": None if seconds is None else seconds / measured - 1,
+        "prediction_error": None if seconds is None or measured is None else seconds / measured - 1,
         "not_predicted": predicted.get("reason", ""),
     }
 
 
 def _against(seconds: Sequence[float], baseline: Sequence[Mapping[str, float]] | None) -> Row:
     """Return how many times as fast as DDP, in the same rounds; None without DDP, or rounds of the same job."""
-    ratio = None if baseline is None else paired_ratio([one["seconds"] for one in baseline], seconds)
+    ratio = None if baseline is None or not seconds else paired_ratio([one["seconds"] for one in baseline], seconds)
     return {
         f"times_as_fast_as_ddp{end}": None if ratio is None else getattr(ratio, field)
         for end, field in (("", "median"), ("_low", "low"), ("_high", "high"))

@@ -15,7 +15,7 @@ import shlex
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from experiments.kept_runs import KeptRuns
 from experiments.results import code_state
 from experiments.systems import hogwild
 from experiments.systems.catalogue import HOGWILD, NAME
-from experiments.systems.workloads import NODES, PLACES, QUICK_NODES, QUICK_PLACES, Workload
+from experiments.systems.workloads import CORES, NODES, PLACES, QUICK_NODES, QUICK_PLACES, Workload
 from experiments.testbed import Link, Testbed, parse_rate
 from experiments.validation_runs import ask, calibrate, public, time_in_passes
 from pipesgd.cli import parse as parse_training
@@ -44,6 +44,8 @@ CALIBRATED = "--all-reduces ring native all-to-all --servers"
 SECONDS, QUICK_SECONDS = 60.0, 2.0
 KEPT = f"{NAME}.times.runs.json"
 """File of the finished cells, in the output folder."""
+WITHOUT_ACTIVATIONS = "time: a synthetic accelerator has no activations, of which factors are made"
+"""Reason why a system that may send factors is timed on cores alone."""
 DEADLINE = 3 * 3600.0
 """Seconds after which the job of a cell counts as hung."""
 
@@ -87,6 +89,8 @@ class Cell:
     """Figures of each round (``timed_configurations``), by the arguments of a system."""
     predictions: dict[str, dict[str, Any]]
     """Prediction of each, by the same: ``seconds``, ``low`` and ``high``, or the ``reason`` why there is none."""
+    not_timed: dict[str, str] = field(default_factory=dict)
+    """Reasons why a system has no rounds, by the same."""
 
 
 def block_of(config: TrainConfig, quick: bool) -> int:
@@ -129,6 +133,9 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
     base = workload.timed(setting.computes)
     quick, rounds = setting.quick, QUICK_ROUNDS if setting.quick else ROUNDS
     configs = {words: parse_training(shlex.split(f"{base} {words}")) for words in words_of_systems}
+    if own_program:  # before the job, which takes long
+        length = f"--iterations {QUICK_BLOCK if quick else ROUNDS * BLOCK + hogwild.UNTIMED}"
+        outcome = hogwild.train(f"{base} {length}", setting.nodes)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with setting.testbed() as testbed:
@@ -137,15 +144,19 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
             profile = calibrate(testbed, f"--seconds {seconds} --codecs {codecs} {CALIBRATED} {base}", folder)
         kept_profile = public(profile, folder / "public.toml")
         predictions = {words: predicted(one, words, profile, setting.nodes) for words, one in configs.items()}
+        not_timed = (
+            {}
+            if setting.computes == CORES
+            else {words: WITHOUT_ACTIVATIONS for words, one in configs.items() if one.pipeline.reduce != "matrix"}
+        )
+        timed = [words for words in configs if words not in not_timed]
         plan: list[dict[str, Any]] = [
-            {"words": f"{base} {words}", "iterations": block_of(one, quick)} for words, one in configs.items()
+            {"words": f"{base} {words}", "iterations": block_of(configs[words], quick)} for words in timed
         ]
         with setting.testbed() as testbed:
             times = time_in_passes(testbed, plan, rounds, folder, deadline=DEADLINE)
-    of_systems = {words: list(of_rounds) for words, of_rounds in zip(configs, times, strict=True)}
+    of_systems = {words: list(of_rounds) for words, of_rounds in zip(timed, times, strict=True)}
     if own_program:
-        length = f"--iterations {QUICK_BLOCK if quick else ROUNDS * BLOCK}"
-        outcome = hogwild.train(f"{base} {length}", setting.nodes)
         nothing = dict.fromkeys(("communication_seconds", "exposed_seconds", "wire_bytes"), 0.0)
         of_systems[HOGWILD] = [{"seconds": outcome.iteration_s} | nothing]
         predictions[HOGWILD] = {"reason": "the timing model has no shared memory"}
@@ -157,7 +168,21 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
         profile=kept_profile,
         rounds=of_systems,
         predictions=predictions,
+        not_timed=not_timed,
     )
+
+
+def planned_cells(workloads: Mapping[str, Workload], keys: Mapping[str, str], *, quick: bool) -> dict[str, Setting]:
+    """Return the settings of all cells, by the texts under which they are kept; see ``finished_cells``."""
+    texts = {}
+    for name, workload in workloads.items():
+        # Systems take turns, so a cell is of these systems and no others.
+        measured = [sorted(set(keys.values())), workload.words, workload.model, ROUNDS, BLOCK, SECONDS, CALIBRATED]
+        digest = hashlib.sha256(json.dumps(measured).encode()).hexdigest()[:16]
+        for rate, computes in QUICK_PLACES if quick else PLACES:
+            setting = Setting(workload=name, rate=rate, computes=computes, quick=quick)
+            texts[f"{setting.name}, systems {digest}"] = setting
+    return texts
 
 
 def finished_cells(
@@ -172,23 +197,16 @@ def finished_cells(
         keys: key of each system in a cell: its arguments, or ``HOGWILD``.
         arguments: options of the command.
         console: where progress is shown.
+
+    Raises:
+        RunError: cells failed; all others were measured before.
     """
-    quick: bool = arguments.quick
-    settings = [
-        Setting(workload=name, rate=rate, computes=computes, quick=quick)
-        for name in workloads
-        for rate, computes in (QUICK_PLACES if quick else PLACES)
-    ]
-    # Systems take turns, so a cell is of these systems and no others.
+    planned = planned_cells(workloads, keys, quick=arguments.quick)
     words = sorted(set(keys.values()) - {HOGWILD})
-    own_program = HOGWILD in keys
-    text = json.dumps([words, own_program, {name: one.words for name, one in workloads.items()}])
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    planned = {f"{one.name}, systems {digest}": one for one in settings}
     kept = KeptRuns(arguments.output / KEPT, Cell, fresh=arguments.fresh)
     done = kept.complete(
         planned,
-        lambda one: measure(one, workloads[one.workload], words, own_program),
+        lambda one: measure(one, workloads[one.workload], words, HOGWILD in keys),
         console,
         "iteration times",
         finished=arguments.finished,

@@ -14,12 +14,18 @@ QUICK_PLACES = (("200mbit", QUICK_ACCELERATOR),)
 too, would be measured instead of these."""
 
 
+TIMED_LR = "0.0001"
+"""Learning rate of timed iterations, which follow no schedule: one at which no way to train diverges."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model and its training. On an accelerator, which computes nothing, the trained model is timed as well."""
 
     words: str
-    """Arguments of ``pipesgd.train`` but ``--model`` and the length."""
+    """Arguments of ``pipesgd.train`` but ``--model``, ``--lr`` and the length."""
+    lr: str
+    """Learning rate of the training, the peak of its schedule."""
     model: str
     iterations: int
     """Length of the training whose accuracy is compared."""
@@ -27,22 +33,22 @@ class Workload:
     @property
     def trained(self) -> str:
         """Arguments for the model itself."""
-        return f"{self.words} --model {self.model}"
+        return f"{self.words} --lr {self.lr} --model {self.model}"
 
     def timed(self, computes: str) -> str:
         """Return the arguments for the model on the cores, or on an emulated accelerator."""
-        if computes == CORES:
-            return self.trained
-        return f"{self.words} --model experiments.accelerators:synthetic={computes},model={self.model}"
+        emulated = f"experiments.accelerators:synthetic={computes},model={self.model}"
+        return f"{self.words} --lr {TIMED_LR} --model {self.model if computes == CORES else emulated}"
 
 
 _IMAGES = "--dataset fashion-mnist --batch-size 32 --schedule one-cycle"
 WORKLOADS = {
-    "mlp": Workload(words=f"{_IMAGES} --hidden-sizes 1000 1000 --lr 0.1", model="mlp", iterations=468),
-    "convnet": Workload(words=f"{_IMAGES} --lr 0.1", model="convnet", iterations=468),
-    "alexnet": Workload(words=f"{_IMAGES} --lr 0.02", model="alexnet", iterations=468),
+    "mlp": Workload(words=f"{_IMAGES} --hidden-sizes 1000 1000", lr="0.1", model="mlp", iterations=468),
+    "convnet": Workload(words=_IMAGES, lr="0.1", model="convnet", iterations=468),
+    "alexnet": Workload(words=_IMAGES, lr="0.02", model="alexnet", iterations=468),
     "transformer": Workload(
-        words="--dataset python-stdlib --batch-size 8 --schedule one-cycle --optimizer adamw --lr 0.008",
+        words="--dataset python-stdlib --batch-size 8 --schedule one-cycle --optimizer adamw",
+        lr="0.008",
         model="transformer",
         iterations=600,
     ),
@@ -51,7 +57,8 @@ WORKLOADS = {
 Fashion-MNIST on four ranks has 468 iterations."""
 QUICK = {
     "digits": Workload(
-        words="--dataset digits --batch-size 16 --schedule one-cycle --hidden-sizes 64 --lr 0.1",
+        words="--dataset digits --batch-size 16 --schedule one-cycle --hidden-sizes 64",
+        lr="0.1",
         model="mlp",
         iterations=20,
     )

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from experiments.kept_runs import KeptRuns
+from pipesgd.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,22 @@ def test_only_missing_runs_are_made_and_each_is_kept_at_once(tmp_path: Path) -> 
     assert complete(2, fresh=True) == {"2": Squared(4)}
     assert made == [1, 2, 2]
     assert complete(1, finished=True) == {}
+
+
+def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_made_again(tmp_path: Path) -> None:
+    fails = {2}
+
+    def make(number: int) -> Squared:
+        if number in fails:
+            raise RunError("a port is taken")
+        return Squared(number * number)
+
+    def complete() -> dict[str, Squared]:
+        planned = {str(number): number for number in (1, 2, 3)}
+        return KeptRuns(tmp_path / "kept.json", Squared).complete(planned, make, Console(quiet=True), "squares")
+
+    with pytest.raises(RunError, match=r"^squares: 1 of 3 failed, .*; the first was 2: a port is taken$"):
+        complete()
+    assert KeptRuns(tmp_path / "kept.json", Squared).load() == {"1": Squared(1), "3": Squared(9)}
+    fails.clear()
+    assert complete() == {"1": Squared(1), "2": Squared(4), "3": Squared(9)}

@@ -11,6 +11,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,29 @@ from rich.console import Console
 
 from experiments import footprint, validation_runs
 from experiments.kept_runs import KeptRuns
-from experiments.results import REPOSITORY, RESULTS, load
-from experiments.simulated_runs import Run, batches_of, loss_of, simulate
+from experiments.results import REPOSITORY, RESULTS, code_state, load
+from experiments.simulated_runs import DIVERGED_LOSS, Run, batches_of, loss_of, simulate
 from experiments.systems import accuracy, hogwild, pictures, table, times
 from experiments.systems.__main__ import compute, main, parse
-from experiments.systems.accuracy import Curve, Trained, finished_curves, is_simulated, read_points
+from experiments.systems.accuracy import Curve, Trained, diverged_at, finished_curves, is_simulated, read_points
 from experiments.systems.catalogue import FOLDER, HOGWILD, NOT_HERE, WITHOUT_EFFECT, systems
 from experiments.systems.catalogue import load as load_system
-from experiments.systems.times import BLOCK, KEPT, Cell, Setting, block_of, finished_cells, measure, predicted
+from experiments.systems.times import (
+    BLOCK,
+    KEPT,
+    Cell,
+    Setting,
+    block_of,
+    finished_cells,
+    measure,
+    planned_cells,
+    predicted,
+)
 from experiments.systems.workloads import CORES, PLACES, QUICK, WORKLOADS
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig, differing_options
 from pipesgd.data import make_workload
-from pipesgd.errors import UserInputError
+from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import alone
 from tests.experiments.test_simulation import CASES, WINDOWS
 from tests.timing_model._profiles import PROFILE
@@ -45,7 +56,7 @@ from timing_model.cli import main as main_of_timing_model
 pytestmark = pytest.mark.slow
 
 SYSTEMS = systems()
-SHORT = "--dataset digits --hidden-sizes 20 --batch-size 16 --lr 0.05 --iterations 4"
+SHORT = "--dataset digits --hidden-sizes 20 --batch-size 16 --lr 0.05 --iterations 4 --evaluate-iterations 2"
 
 
 @functools.cache  # parsing takes a twentieth of a second
@@ -139,8 +150,9 @@ def test_every_system_runs_from_the_command_line(tmp_path: Path) -> None:
         summary = json.loads((tmp_path / name / "summary.json").read_text(encoding="utf-8"))
         differ = config_of(name).pipeline.strategy == "local"
         assert summary["replicas_identical"] is not differ, name
-        [[iterations, accuracy]] = read_points(tmp_path / name)
-        assert (iterations, accuracy) == (4, summary["final"]["test_accuracy"]), name
+        [[halfway, _], [iterations, accuracy]] = read_points(tmp_path / name)
+        assert (halfway, iterations, accuracy) == (2, 4, summary["final"]["test_accuracy"]), name
+        assert diverged_at(tmp_path / name) is None, name
 
 
 # ---- Accuracies
@@ -185,10 +197,41 @@ def test_systems_that_train_alike_share_their_trainings() -> None:
 
 
 def test_a_curve_is_that_of_the_run_or_says_why_there_is_none() -> None:
-    run = Run(commit=None, seconds=1.0, diverged_at=None, test_accuracy=0.5, points=[[2, 0.3], [4, 0.5]])
-    assert accuracy._curve(run) == Curve(how="simulated", failure=None, points=[[2, 0.3], [4, 0.5]])
-    gone = accuracy._curve(Run(commit=None, seconds=1.0, diverged_at=3))
-    assert gone == Curve(how="simulated", failure="diverged in iteration 3", points=[])
+    run = Run(commit="c0ffee", seconds=1.0, diverged_at=None, test_accuracy=0.5, points=[[2, 0.3], [4, 0.5]])
+    assert accuracy._curve(run) == Curve(commit="c0ffee", how="simulated", failure=None, points=[[2, 0.3], [4, 0.5]])
+    gone = accuracy._curve(Run(commit="c0ffee", seconds=1.0, diverged_at=3))
+    assert gone == Curve(commit="c0ffee", how="simulated", failure="diverged in iteration 3", points=[])
+
+
+def test_a_failure_that_is_no_result_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planned = accuracy.plan(QUICK, {"ps-async": SYSTEMS["ps-async"].trained_words}, 2)
+    failures = {0: "did not end within 3600 s", 1: "gradients of iteration 3 are not finite on rank 0"}
+
+    def train(words: str, world_size: int) -> Trained:
+        seed = parsed(words).optimization.seed
+        return Trained(commit=None, failure=failures[seed], points=[])
+
+    monkeypatch.setattr(accuracy, "train", train)
+    arguments = Namespace(quick=True, fresh=False, finished=False, output=tmp_path, processes=1)
+    with pytest.raises(RunError, match=r"1 of 2 failed, .* the first was digits, ps-async, seed 0: did not end within"):
+        finished_curves(planned, arguments, Console(quiet=True), world_size=2)
+    arguments.finished = True
+    [(key, found)] = finished_curves(planned, arguments, Console(quiet=True), world_size=2).items()
+    assert (key, found.failure) == (("digits", "ps-async", 1), failures[1])
+
+
+def test_real_runs_diverge_at_the_loss_at_which_simulated_ones_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def with_losses(*losses: float | None) -> str | None:
+        monkeypatch.setattr(accuracy, "read_metrics", lambda path: [{"loss": loss} for loss in losses])
+        return diverged_at(tmp_path)
+
+    assert with_losses(2.3, DIVERGED_LOSS, 1.0) is None
+    assert with_losses(2.3, 1.01 * DIVERGED_LOSS, 1.0) == "diverged in iteration 1"
+    assert with_losses(2.3, 2.0, None) == "diverged in iteration 2"
+    with pytest.raises(RunError, match=r"hogwild failed: .*diverged in iteration"):
+        hogwild.train("--dataset digits --hidden-sizes 20 --lr 1e9 --iterations 20", 2)
 
 
 # ---- Times
@@ -248,11 +291,58 @@ def test_each_system_has_its_own_times_whatever_the_order_of_a_round(
         cell = measure(Setting(workload="mlp", rate=rate, computes=computes), workload, words, own_program=False)
         assert (cell.rate, cell.computes) == (rate, computes)
         model = "mlp" if computes == CORES else "experiments.accelerators:synthetic=75ms,model=mlp"
-        base = f"{workload.words} --model {model}"
+        base = f"{workload.words} --lr 0.0001 --model {model}"
         assert cell.rounds == {
             one: [{"seconds": len(f"{base} {one}") + 100.0 * number} for number in range(times.ROUNDS)] for one in words
         }
         assert cell.predictions.keys() == set(words)
+
+
+def test_a_system_that_sends_factors_is_timed_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(testbed: object, line: str, folder: Path, *, deadline: float) -> None:
+        plan_file, times_file = map(Path, line.split()[1:])
+        passes = json.loads(plan_file.read_text("utf-8"))
+        times_file.write_text(json.dumps([[{"seconds": 1.0} for _ in one] for one in passes]), "utf-8")
+
+    monkeypatch.setattr(Setting, "testbed", lambda setting: nullcontext())
+    monkeypatch.setattr(times, "calibrate", lambda testbed, words, folder: PROFILE)
+    monkeypatch.setattr(validation_runs, "run", run)
+    names = ("ddp", "pmls-structure-aware")
+    keys = {name: SYSTEMS[name].words for name in names}
+    measured = {
+        (rate, computes): measure(
+            Setting(workload="mlp", rate=rate, computes=computes), WORKLOADS["mlp"], keys.values(), own_program=False
+        )
+        for rate, computes in PLACES
+    }
+    for (_, computes), one in measured.items():
+        assert (keys["pmls-structure-aware"] in one.rounds) is (computes == CORES)
+    cells = {("mlp", *place): one for place, one in measured.items()}
+    cells = {place: replace(one, rounds=with_figures(one.rounds)) for place, one in cells.items()}
+    curves = {("mlp", name, 0): curve(0.5, 0.8) for name in names}
+    for row in table.rows_of(dict.fromkeys(names, "A title."), cells, keys, curves):
+        timed = row["system"] == "ddp" or row["computes"] == CORES
+        assert (row["iteration_s"] is not None) is timed
+        assert row["not_measured"].startswith("" if timed else "time: a synthetic accelerator has no activations")
+        assert (row["times_as_fast_as_ddp"] == 1.0) is timed
+
+
+def with_figures(rounds: dict[str, list[dict[str, float]]]) -> dict[str, list[dict[str, float]]]:
+    figures = dict.fromkeys(("communication_seconds", "exposed_seconds"), 0.1)
+    figures |= {"wire_bytes": 1e6, "memory_bytes": 2e6, "cpu_share": 0.5}
+    return {words: [one | figures for one in of_rounds] for words, of_rounds in rounds.items()}
+
+
+def test_cells_of_other_systems_or_lengths_are_other_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"ddp": SYSTEMS["ddp"].words}
+    found = planned_cells(WORKLOADS, keys, quick=False)
+    assert len(found) == len(WORKLOADS) * len(PLACES)
+    assert planned_cells({"mlp": WORKLOADS["mlp"]}, keys, quick=False).keys() < found.keys(), "one workload at a time"
+    assert not found.keys() & planned_cells(WORKLOADS, keys | {HOGWILD: HOGWILD}, quick=False).keys()
+    monkeypatch.setattr(times, "ROUNDS", 2)
+    assert not found.keys() & planned_cells(WORKLOADS, keys, quick=False).keys()
 
 
 def test_memory_that_was_freed_counts_again() -> None:
@@ -296,7 +386,7 @@ def cell() -> Cell:
 
 def curve(*accuracies: float, failure: str | None = None) -> Curve:
     points = [[100.0 * (at + 1), value] for at, value in enumerate(accuracies)]
-    return Curve(how="real", failure=failure, points=points)
+    return Curve(commit=None, how="real", failure=failure, points=points)
 
 
 CURVES = {
@@ -539,11 +629,13 @@ def test_some_systems_are_measured_trained_kept_and_written(
     assert (tmp_path / "systems_convergence.png").stat().st_size > 0
     manifest = json.loads((tmp_path / "systems.manifest.json").read_text(encoding="utf-8"))
     assert manifest["not_here"] == NOT_HERE
+    assert manifest["systems"].keys() == {"d-sync", "local", "pmls-ssp"}
+    assert manifest["made_with"] == [str(code_state())]
     assert manifest["workloads"] == {"digits": f"{QUICK['digits'].trained} --iterations 20"}
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.runs.json")}
     assert len(kept) == 3
     for option in ([], ["--finished"]):
-        again, _ = compute(parse([*words, *option], by_torchrun=False), console)
+        again, *_ = compute(parse([*words, *option], by_torchrun=False), console)
         assert [row["system"] for row in again] == names
     assert capsys.readouterr().out.count("1 of 1 runs are there") == 5, "times twice, the simulated run all three times"
     for missing in (["--only", "ddp"], ["--seeds", "2"]):

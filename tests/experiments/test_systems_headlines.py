@@ -11,7 +11,7 @@ from rich.console import Console
 from experiments.kept_runs import KeptRuns
 from experiments.results import load
 from experiments.systems import headlines
-from experiments.systems.catalogue import systems
+from experiments.systems.catalogue import all_names, keys_of, systems
 from experiments.systems.headlines import (
     CLOSE,
     HEADLINES,
@@ -25,8 +25,8 @@ from experiments.systems.headlines import (
     reached,
     speed_up,
 )
-from experiments.systems.times import KEPT, Cell
-from experiments.systems.workloads import CORES
+from experiments.systems.times import KEPT, Cell, planned_cells
+from experiments.systems.workloads import ACCELERATOR, CORES, WORKLOADS
 from experiments.theano_mpi import GPUS, NETWORKS
 from experiments.validation_runs import public
 from pipesgd.ranks import alone
@@ -113,8 +113,11 @@ def test_cells_are_scaled_to_the_ranks_of_the_authors(tmp_path: Path, monkeypatc
     text = public(PROFILE, tmp_path / "public.toml")
     cell = Cell(commit="c0ffee", workload="mlp", rate="1gbit", computes="75ms", profile=text, rounds={}, predictions={})
     kept = KeptRuns(tmp_path / KEPT, Cell)
-    kept.add("a cell", cell)
-    kept.add("on cores that all nodes share", dataclasses.replace(cell, computes=CORES))
+    planned = planned_cells(WORKLOADS, keys_of(all_names()), quick=False)
+    of_place = {(one.workload, one.rate, one.computes): words for words, one in planned.items()}
+    kept.add(of_place["mlp", "1gbit", ACCELERATOR], cell)
+    kept.add(of_place["mlp", "200mbit", CORES], dataclasses.replace(cell, computes=CORES))
+    kept.add("a cell of other systems", cell)
     other = dataclasses.replace(ONE, model="another model")
     monkeypatch.setattr(headlines, "HEADLINES", (ONE, other, SERVED))
     main(["--output", str(tmp_path)], alone(), Console())
