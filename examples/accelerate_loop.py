@@ -35,7 +35,7 @@ def main() -> None:
             accuracy = (model(test[0]).argmax(1) == test[1]).float().mean().item()
         model.train()
         accelerator.print(f"epoch {epoch}: accuracy {accuracy:.3f}")
-        accelerator.save_state("digits")
+        accelerator.save_state(f"digits/{epoch}")  # a folder of its own: a kill leaves no mixture of two states
     pipeline.close()
     accelerator.end_training()
 

@@ -68,7 +68,8 @@ class _SavedPipeline:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert self._file is not None
-        if state["iteration"] is not None:  # else it had been closed, with nothing in flight
+        # If it had been closed, nothing was in flight; if it is closed now, nothing is trained any more.
+        if state["iteration"] is not None and not self._pipeline.closed:
             self._file.load(self._pipeline, state["iteration"])
 
     def _file_in(self, folder: str, models: list[Any]) -> PipelineFile:

@@ -52,7 +52,16 @@ def check_lightning(distribution: str) -> None:
 
 
 def pipeline_file(checkpoint: str | Path, strategy: Any, of_save: str | None = None) -> PipelineFile:
-    """Return the file next to ``checkpoint`` with the pipeline of this rank of ``strategy``."""
+    """Return the file next to ``checkpoint`` with the pipeline of this rank of ``strategy``.
+
+    Raises:
+        UserInputError: the checkpoint is not in a folder of this machine.
+    """
+    if "://" in str(checkpoint):
+        raise UserInputError(
+            "a checkpoint must be in a folder that all ranks can write to, where their pipelines are written next to "
+            f"it; got {checkpoint}"
+        )
     return PipelineFile(Path(f"{checkpoint}.pipesgd-rank-{strategy.global_rank}"), strategy.world_size, of_save)
 
 
@@ -94,8 +103,8 @@ def make_strategy(module: str) -> type[Any]:
         Args:
             width: iterations in flight, K.
             codec: encoding of gradients, by name or as ``CodecOptions``.
-            pipeline_options: further options of ``pipesgd.ddp.attach``, but those that the Trainer has: ``clip_norm``,
-                ``clip_value`` and ``scaler``.
+            pipeline_options: further options of ``pipesgd.ddp.attach``, but ``scaler``, which the Trainer has, and
+                ``clip_norm`` and ``clip_value`` unless the model clips gradients itself.
             options: options of Lightning's DDPStrategy.
         """
 
@@ -109,14 +118,7 @@ def make_strategy(module: str) -> type[Any]:
             pipeline_options: dict[str, Any] | None = None,
             **options: Any,
         ):
-            check_left_out(
-                pipeline_options or {},
-                {
-                    "clip_norm": "the Trainer has gradient_clip_val",
-                    "clip_value": "the Trainer has gradient_clip_val",
-                    "scaler": "the Trainer has precision",
-                },
-            )
+            check_left_out(pipeline_options or {}, {"scaler": "the Trainer has precision"})
             if options.get("ddp_comm_hook") is not None:
                 raise UserInputError("ddp_comm_hook must be left out with strategy pipesgd, which has its own hook")
             super().__init__(*args, **options)
@@ -139,9 +141,12 @@ def make_strategy(module: str) -> type[Any]:
                     f"got {refused[0]}"
                 )
             [optimizer] = self.optimizers  # Lightning refuses several, unless optimization is manual
-            clipped_by = "clip_value" if trainer.gradient_clip_algorithm == "value" else "clip_norm"
-            options = with_clipping(self._pipeline_options, {clipped_by: trainer.gradient_clip_val or None})
-            options |= {"scaler": getattr(self.precision_plugin, "scaler", None)}
+            options = self._pipeline_options
+            if trainer.gradient_clip_val:
+                check_left_out(options, dict.fromkeys(("clip_norm", "clip_value"), "the Trainer has gradient_clip_val"))
+                clipped_by = "clip_value" if trainer.gradient_clip_algorithm == "value" else "clip_norm"
+                options = with_clipping(options, {clipped_by: trainer.gradient_clip_val})
+            options = options | {"scaler": getattr(self.precision_plugin, "scaler", None)}
             self.pipeline = attach(self.model, optimizer, **options)
 
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
@@ -245,8 +250,9 @@ def make_fabric_strategy(module: str) -> type[Any]:
 
         def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **options: Any) -> dict[str, Any]:
             rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **options)
-            if self.pipeline is not None and MARK in rest and _has_optimizer(state):
-                load_pipeline(path, self, self.pipeline, rest.pop(MARK))
+            mark = rest.pop(MARK, None) if _has_optimizer(state) else None
+            if mark is not None and self.pipeline is not None and not self.pipeline.closed:
+                load_pipeline(path, self, self.pipeline, mark)
             return rest
 
     PipesgdFabricStrategy.__module__ = __name__

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd.checks import check_left_out, check_version
-from pipesgd.ddp.attached import Attached, attach, with_clipping
-from pipesgd.errors import UserInputError
+from pipesgd.ddp.attached import Attached, attach, local_steps_of, with_clipping
+from pipesgd.errors import RunError, UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 
 try:
@@ -47,10 +47,19 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
         """Attach the pipeline to the Trainer's model and optimizer; load its state if the Trainer resumes.
 
         Raises:
-            UserInputError: the model is not in DistributedDataParallel, as on a single rank, or the job has another
-                number of ranks than the one that saved the checkpoint.
+            UserInputError: the model is not in DistributedDataParallel, as on a single rank, the job has another number
+                of ranks than the one that saved the checkpoint, or the optimizer is schedule-free.
             RunError: the checkpoint has no usable pipeline of this rank.
         """
+        late = self._options["width"] != 1 or local_steps_of(self._options) is not None
+        if late and callable(getattr(optimizer.optimizer, "eval", None)):
+            raise UserInputError(
+                "optim must not be schedule-free, except at width=1 without local steps: evaluations change the "
+                f"weights in place; got {type(optimizer.optimizer).__name__}"
+            )
+        if self.pipeline is not None:  # an error or Ctrl-C ended the last training
+            interrupted = RunError("the training before this one was interrupted")
+            self.pipeline.__exit__(RunError, interrupted, None)
         options = with_clipping(self._options, {"clip_norm": args.max_grad_norm or None})
         options |= {"scaler": self._trainer.accelerator.scaler}
         self.pipeline = attach(self._trainer.model_wrapped, optimizer.optimizer, **options)

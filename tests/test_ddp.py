@@ -679,6 +679,78 @@ def test_an_optimizer_may_keep_gradients_where_torch_makes_new_ones(options: dic
         assert same(kept, cloned)
 
 
+def _one_after_the_other(ranks: Ranks) -> tuple[Weights, Weights]:
+    """Train by two pipelines: on one model in DDP, and by ``Pipelined``."""
+    model, other = make_model(), make_model()
+    ddp_model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+    optimizer, by_hand = make_optimizer("sgd", model), make_optimizer("sgd", other)
+    compress(ddp_model, "int8").close()
+    for options in ({"width": 3}, {"codec": "int4"}):
+        attached = attach(ddp_model, optimizer, **options)  # type: ignore[arg-type]
+        for inputs, targets in batches(ranks.rank, ranks.world_size):
+            train(ddp_model, optimizer, (inputs, targets))
+        attached.close()
+        with Pipelined(other, by_hand, ranks=ranks, **options) as pipeline:  # type: ignore[arg-type]
+            for inputs, targets in batches(ranks.rank, ranks.world_size):
+                cross_entropy(other(inputs), targets).backward()
+                pipeline.step()
+    return snapshot(model), snapshot(other)
+
+
+def test_a_model_whose_pipeline_is_closed_may_be_attached_again() -> None:
+    for attached, by_pipelines in run_ranks(2, _one_after_the_other):
+        assert same(attached, by_pipelines)
+
+
+def _changes_the_mean(ranks: Ranks, factor: float, options: dict[str, Any]) -> int:
+    """Train in a loop that multiplies ``.grad`` by ``factor``; return how many warnings that causes."""
+    model = make_model()
+    ddp_model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+    optimizer = make_optimizer("sgd", model)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        pipeline = attach(ddp_model, optimizer, **options)
+        for inputs, targets in batches(ranks.rank, ranks.world_size):
+            cross_entropy(ddp_model(inputs), targets).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(factor)
+            optimizer.step()
+            optimizer.zero_grad()
+        pipeline.close()
+    return said.getvalue().count("warning: gradients must not be changed between backward() and optimizer.step()")
+
+
+@pytest.mark.parametrize(
+    ("factor", "options", "warnings"),
+    [(0.5, {}, 1), (1.0, {}, 0), (0.5, {"width": 1}, 0), (0.5, {"clip_norm": 1.0}, 0)],
+)
+def test_a_loop_that_changes_a_late_mean_is_warned_once(factor: float, options: dict[str, Any], warnings: int) -> None:
+    assert run_ranks(1, _changes_the_mean, factor, options) == [warnings]
+
+
+def _state_while_waiting(ranks: Ranks) -> list[str]:
+    """Ask for a state as a signal's handler does, while a mean is waited for."""
+    model = DistributedDataParallel(make_model())
+    optimizer, pipeline = start(model)
+    wait, found = pipeline._wait_for_oldest, []
+
+    def interrupted() -> Any:
+        found.append(refusal(pipeline.state_dict))
+        return wait()
+
+    pipeline._wait_for_oldest = interrupted  # type: ignore[method-assign]
+    for batch in batches(ranks.rank, ranks.world_size, 2):
+        train(model, optimizer, batch)
+    pipeline.close()
+    return found
+
+
+def test_a_state_is_refused_while_a_mean_is_waited_for() -> None:
+    refused = "state_dict must not be called between backward() and optimizer.step()"
+    for found in run_ranks(2, _state_while_waiting):
+        assert found[0] == refused
+
+
 # ---- attach: errors
 
 
@@ -717,6 +789,7 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     alone = DistributedDataParallel(nn.Linear(2, 1))
     found["guard of local steps"] = refusal(lambda: start(alone, local_steps=2, guard=True))
     found["clipping of local steps"] = refusal(lambda: start(alone, local_steps=2, clip_norm=1.0))
+    found["on_nonfinite of local steps"] = refusal(lambda: start(alone, local_steps=2, on_nonfinite="skp"))
     found["mesh of local steps"] = refusal(lambda: start(alone, local_steps=2, mesh="a mesh"))
     found["mesh"] = refusal(lambda: start(alone, mesh="a mesh"))
     found["buckets of local steps"] = refusal(lambda: start(alone, local_steps=2, buckets=2))
@@ -783,6 +856,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "would be sent in every forward pass",
             "guard of local steps": "guard must be left out with local steps; got True",
             "clipping of local steps": "clip_norm must be left out, since the loop clips its gradients itself; got 1.0",
+            "on_nonfinite of local steps": "on_nonfinite must be stop or skip; got 'skp' (did you mean skip?)",
             "mesh of local steps": "mesh must be left out with local steps; got 'a mesh'",
             "mesh": "mesh must be left out, since a loop with DistributedDataParallel has its own ranks; got a mesh",
             "buckets of local steps": "buckets must be left out with local steps; got 2",

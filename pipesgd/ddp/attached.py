@@ -29,7 +29,7 @@ from pipesgd.ddp.hook import (
     done,
 )
 from pipesgd.ddp.local_steps import AttachedLocalSteps
-from pipesgd.errors import UserInputError
+from pipesgd.errors import UserInputError, warn
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.step import check_unchanged, set_aside_gradients
@@ -79,7 +79,7 @@ def attach(
         >>> dist.destroy_process_group()
 
     Args:
-        ddp_model: a model in DistributedDataParallel without a communication hook.
+        ddp_model: a model in DistributedDataParallel without a communication hook but that of a closed pipeline.
         optimizer: the optimizer of all of its parameters that require a gradient.
         width: iterations in flight, K; 1 is synchronous.
         codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``.
@@ -101,6 +101,7 @@ def attach(
             value is out of range.
         CommunicationError: a rank could not be reached.
     """
+    check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
     options = {"timeout": None} | options
     options |= {"width": width, "codec": codec, "loop_scaler": scaler, "on_nonfinite": on_nonfinite}
     steps = local_steps_of(options | {"local_steps": local_steps})
@@ -158,7 +159,6 @@ class AttachedPipeline(Pipelined):
                 "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole gradients; "
                 f"got {reduce}"
             )
-        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_model(ddp_model)
         check_all_held(ddp_model, optimizer)
         self._scaler = loop_scaler if loop_scaler is not None and loop_scaler.is_enabled() else None
@@ -173,6 +173,11 @@ class AttachedPipeline(Pipelined):
         self._free_copies: list[FlatBuffer] = []
         self._update = contextlib.ExitStack()
         """Contexts that the end of a step of the optimizer closes."""
+        self._mean: FlatBuffer | None = None
+        """The mean that the backward pass has put into ``.grad``."""
+        clips = any(options.get(name) is not None for name in ("clip_norm", "clip_value"))
+        self._looks_for_changes = self._scaler is None and not clips
+        """True until an update has looked whether the loop changes the mean, if it has announced nothing."""
         self._stepping_itself = False
         self._started = False
         if options.get("ranks") is None:
@@ -230,7 +235,7 @@ class AttachedPipeline(Pipelined):
         super().load_checked(state)
 
     def close(self) -> None:
-        """Apply the gradients in flight and end the communication. The model can be trained by DDP no more."""
+        """Apply the gradients in flight and end the communication. The model trains again if it is attached again."""
         if self._loop_hooks is not None:
             self._loop_hooks.remove()
         super().close()
@@ -294,6 +299,7 @@ class AttachedPipeline(Pipelined):
             self._due = dataclasses.replace(report, wire_bytes=wire_bytes, spans=(pack, *report.spans))
             self._check_finite(report)
         self._ranks.enter("compute")
+        self._mean = mean
         self._give(gradients, mean, scale)
 
     def _give(self, gradients: dict[int, Tensor], mean: FlatBuffer | None, scale: float) -> None:
@@ -329,9 +335,24 @@ class AttachedPipeline(Pipelined):
         self._half_done = f"the update of iteration {self.iteration - 1}"
         self._updates.weights.restore()
         if self._due.applied:
+            self._warn_of_changes()
             self._update.enter_context(hyperparameters.set_to(self._optimizer, self._hyperparameters))
         else:  # nothing is due: torch's optimizers leave parameters without a gradient alone
             self._update.enter_context(set_aside_gradients(self._optimizer))
+
+    def _warn_of_changes(self) -> None:
+        """Warn once if the loop has changed the mean in ``.grad`` in a way that it has not announced."""
+        if self._mean is None or not self._looks_for_changes or self.width == 1:
+            return
+        self._looks_for_changes = False
+        # The mean is in a buffer of the pool, which the next backward pass overwrites.
+        pairs = zip(self._parameters, self._mean.views, strict=True)
+        if any(p.grad is not None and not torch.equal(p.grad, mean.to(p.grad.dtype)) for p, mean in pairs):
+            warn(
+                "gradients must not be changed between backward() and optimizer.step(), since predictions and close() "
+                "use them as they arrived: announce clipping by attach(..., clip_norm=...) or clip_value=, and move "
+                "any other change into the loss or into a hook of the parameter"
+            )
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End the update that the loop's optimizer has done."""
@@ -378,7 +399,8 @@ class AttachedPipeline(Pipelined):
     def _settle(self, call: str) -> None:
         if self._due is None:
             return
-        if self._due.applied:
+        waits = len(self._in_flight) >= self._updates.width_after(self.iteration)  # and a signal's handler calls
+        if self._due.applied or waits:
             raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
         self._finish_iteration()
 

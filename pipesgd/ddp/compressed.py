@@ -136,7 +136,7 @@ class CompressedBuckets:
         self._wire_bytes = 0
         try:
             self._codec = compiled_codec(options, self._ranks, device.type)
-            register_comm_hook(ddp_model, self.take_bucket)
+            self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
         except BaseException:
             self._end()
             raise
@@ -177,12 +177,13 @@ class CompressedBuckets:
         self._residuals = {id(p): residual.to(p.device) for p, residual in loaded if residual is not None}
 
     def close(self) -> None:
-        """End the communication, when all ranks have called it. The model can be trained by DDP no more."""
+        """End the communication, when all ranks have called it. The model may then be attached, or compressed again."""
         try:
             if not self._thread.failed:
                 with contextlib.suppress(UserInputError):  # closed before
                     self._thread.submit(self._connections.wait_for_all).result()
         finally:
+            self._of_buckets.is_free = True
             self._end()
 
     def __enter__(self) -> Self:

@@ -28,8 +28,9 @@ def check_model(ddp_model: DistributedDataParallel) -> None:
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise UserInputError(f"ddp_model must be a DistributedDataParallel; got {type(ddp_model).__name__}")
-    if ddp_model._comm_hooks:
-        hook = ddp_model._comm_hooks[0][0]
+    for hook, state in ddp_model._comm_hooks:
+        if isinstance(state, BucketHook) and state.is_free:
+            continue
         raise UserInputError(f"ddp_model must have no communication hook; got one with {hook.__qualname__}")
     if ddp_model.mixed_precision is not None:
         raise UserInputError("ddp_model must be made without mixed_precision=; use torch.autocast in the loop")
@@ -173,6 +174,7 @@ class LoopHooks:
             if not is_of_base_class(stepping, sys._getframe()):
                 attached.after_step(stepping, args, kwargs)
 
+        self._of_buckets: BucketHook | None = None
         self._handles = [
             optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
@@ -180,7 +182,7 @@ class LoopHooks:
         ]
         self._removed = False
         try:
-            register_comm_hook(ddp_model, attached.take_bucket)
+            self._of_buckets = register_comm_hook(ddp_model, attached.take_bucket)
         except BaseException as error:
             self.remove()
             attached.__exit__(type(error), error, None)
@@ -205,15 +207,35 @@ class LoopHooks:
         scaler.__dict__["update"] = call_and_update
 
     def remove(self) -> None:
-        """Remove all but the communication hook, which torch keeps."""
+        """Remove all but the communication hook, which torch keeps, and which is left to the next pipeline."""
         for handle in self._handles:
             handle.remove()
+        if self._of_buckets is not None:
+            self._of_buckets.is_free = True
         self._removed = True
 
 
-def register_comm_hook(ddp_model: DistributedDataParallel, take: Callable[[GradBucket], Future[Tensor]]) -> None:
-    """Let ``take`` take the buckets of ``ddp_model``, but not those of a copy of it."""
-    ddp_model.register_comm_hook(Hook(take), comm_hook)
+class BucketHook(Hook):
+    """The state of ``comm_hook``. torch lets a model have one communication hook, ever, so pipelines follow in it."""
+
+    is_free = False
+    """True if the pipeline that takes the buckets is closed."""
+
+    def follow(self, take: Callable[[GradBucket], Future[Tensor]]) -> None:
+        """Let ``take`` take the buckets from now on."""
+        self._call = take
+        self.is_free = False
+
+
+def register_comm_hook(ddp_model: DistributedDataParallel, take: Callable[[GradBucket], Future[Tensor]]) -> BucketHook:
+    """Let ``take`` take the buckets of ``ddp_model``, which ``check_model`` accepts, but not those of a copy of it."""
+    for _, state in ddp_model._comm_hooks:
+        if isinstance(state, BucketHook):
+            state.follow(take)
+            return state
+    hook = BucketHook(take)
+    ddp_model.register_comm_hook(hook, comm_hook)
+    return hook
 
 
 def comm_hook(take: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:

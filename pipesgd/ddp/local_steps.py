@@ -75,7 +75,7 @@ class AttachedLocalSteps(LocalSteps):
         super().__init__(ddp_model, optimizer, on_nonfinite="skip" if self._skips else "stop", **options)
         self._own_steps.remove()  # the loop takes them
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
-        if loop_scaler is not None and loop_scaler.is_enabled():
+        if loop_scaler is not None and self._scaled:
             self._loop_hooks.before_update_of(loop_scaler, self.before_scaler_update)
 
     def step(self) -> StepReport:
@@ -105,7 +105,7 @@ class AttachedLocalSteps(LocalSteps):
         super().load_checked(state)
 
     def close(self) -> None:
-        """Exchange the window so far and end the communication. The model can be trained by DDP no more."""
+        """Exchange the window so far and end the communication. The model trains again if it is attached again."""
         if self._loop_hooks is not None:
             self._loop_hooks.remove()
         super().close()

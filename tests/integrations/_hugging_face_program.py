@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from pathlib import Path
@@ -107,6 +108,9 @@ def accelerate_loop(*, stop: int | None = None, resume: bool = False) -> str:
     pipeline.close()
     accelerator.save_state(str(FOLDER / "end"))
     accelerator.wait_for_everyone()  # it is rank 0 that writes the model, and the others do not wait for it
+    if stop is not None:  # the weights of a state from before may be evaluated now
+        accelerator.load_state(str(FOLDER / "state"))
+        assert all(torch.equal(value, true[name]) for name, value in model.module.named_parameters())
     accelerator.load_state(str(FOLDER / "end"))
     return weights_sha256(accelerator.unwrap_model(model))
 
@@ -179,6 +183,14 @@ def parameters_of(trainer: Any) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in trainer.model.parameters()])
 
 
+class ScheduleFree(torch.optim.SGD):
+    """An optimizer with the methods by which the Trainer tells a schedule-free one."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
 def transformers() -> dict[str, Any]:
     import pipesgd.transformers
 
@@ -211,6 +223,12 @@ def transformers() -> dict[str, Any]:
         pipesgd.transformers.PipesgdCallback(late, clip_norm=1.0)
     except UserInputError as error:
         found["refused"] = str(error)
+    modal = make_trainer(FOLDER / "e", options=OPTIONS)
+    modal.optimizer = ScheduleFree(modal.model.parameters(), lr=1e-3)
+    try:
+        modal.train()
+    except UserInputError as error:
+        found["refused optimizer"] = str(error)
     if LOCAL:
         try:
             make_trainer(FOLDER / "d", options=OPTIONS, ddp_find_unused_parameters=True).train()
@@ -275,6 +293,28 @@ def best() -> dict[str, Any]:
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     return {"step": best.name, "found": weights_sha256(trainer.model), "best": weights_sha256(saved_model(best))}
+
+
+def repeated() -> dict[str, Any]:
+    """Train three times by one Trainer, the second time until Ctrl-C."""
+    from transformers import TrainerCallback
+
+    class Interrupting(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    trainer = make_trainer(FOLDER / "repeated", options=OPTIONS)
+    found = []
+    for callback in (None, Interrupting, None):
+        if callback is not None:
+            trainer.add_callback(callback)
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.train()
+        if callback is not None:
+            trainer.remove_callback(callback)
+        found.append(weights_sha256(trainer.model))
+    return {"weights": found, "steps": trainer.state.global_step}
 
 
 def main() -> None:

@@ -73,6 +73,13 @@ class Regression(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Clipping(Regression):
+    """The network, which clips gradients itself."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+
+
 def data() -> TensorDataset:
     inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, inputs[:, :1] * 2)
@@ -138,13 +145,19 @@ def equal(scenario: str) -> dict[str, Any]:
     }
     pipeline_options: dict[str, dict[str, Any]] = {
         "clip": {"clip_norm": 0.3},
+        "clip itself": {"clip_norm": 0.3},
         "clip value": {"clip_value": 0.05},
         "accumulate": {"accumulate": 3},
         "local steps": {"clip_norm": 0.3, "accumulate": 2},
         "bf16-mixed": {"autocast": torch.bfloat16},
         "16-mixed": {"autocast": torch.float16, "scaler": make_scaler(), "clip_norm": 0.3},
     }
-    found = fit(trainer_options.get(scenario, {}) | {"enable_checkpointing": False})
+    itself = None
+    if scenario == "clip itself":
+        itself = Clipping()
+        own = pipesgd_lightning.PipesgdStrategy(**OPTIONS, pipeline_options={"clip_norm": 0.3})
+        trainer_options[scenario] = {"strategy": own}
+    found = fit(trainer_options.get(scenario, {}) | {"enable_checkpointing": False}, itself)
     expected = by_pipelined(**pipeline_options.get(scenario, {}))
     return {
         "found": weights_sha256(found.net),
@@ -206,6 +219,7 @@ def refused() -> dict[str, str]:
             self.net.append(nn.BatchNorm1d(1))
 
     windows = pipesgd_lightning.PipesgdStrategy(pipeline_options={"local_steps": 2})
+    clipping = pipesgd_lightning.PipesgdStrategy(pipeline_options={"clip_norm": 1.0})
     synchronous_windows = pipesgd_lightning.PipesgdStrategy(width=1, pipeline_options={"local_steps": 2})
 
     def averaged(**trainer_options: Any) -> Regression:
@@ -216,7 +230,8 @@ def refused() -> dict[str, str]:
 
     found = {}
     for name, make in {
-        "clip_norm": lambda: pipesgd_lightning.PipesgdStrategy(pipeline_options={"clip_norm": 1.0}),
+        "clip_norm": lambda: fit({"enable_checkpointing": False, "gradient_clip_val": 0.3, "strategy": clipping}),
+        "address": lambda: pipesgd_lightning.pipeline_file("memory://run/a.ckpt", windows),
         "hook": lambda: pipesgd_lightning.PipesgdStrategy(ddp_comm_hook=print),
         "manual": lambda: fit({"enable_checkpointing": False}, Manual()),
         "two": lambda: fit({"enable_checkpointing": False}, Two()),
@@ -259,7 +274,7 @@ class Killed(BaseException):
     """The job was killed."""
 
 
-def fabric_loop(optimizers: int = 1, stop: int | None = None, resume: bool = False) -> Regression:
+def fabric_loop(optimizers: int = 1, stop: int | None = None, resume: bool = False, reload: bool = False) -> Regression:
     """Train with accumulation and clipping, as a loop of Fabric does; save after iteration ``stop``, or resume.
 
     The same file is written before, and again after, when the job is killed before Fabric replaces the file.
@@ -305,6 +320,14 @@ def fabric_loop(optimizers: int = 1, stop: int | None = None, resume: bool = Fal
             wrapped(torch.zeros(1, 6, device=DEVICE))
         wrapped.train()
     fabric.strategy.pipeline.close()
+    if reload:  # as to evaluate the best
+        fabric.load(FOLDER / "fabric.ckpt", state)
+    return model
+
+
+def saved_by_fabric() -> Regression:
+    model = Regression()
+    model.load_state_dict(torch.load(FOLDER / "fabric.ckpt", weights_only=False)["model"])
     return model
 
 
@@ -331,6 +354,8 @@ def fabric() -> dict[str, Any]:
         "validated": found.validated,
         "expected to be validated": expected.validated,
         "resumed": weights_sha256(fabric_loop(resume=True).net),
+        "reloaded": weights_sha256(fabric_loop(resume=True, reload=True).net),
+        "saved": weights_sha256(saved_by_fabric().net),
         "files": len(list(FOLDER.glob(f"fabric.ckpt.pipesgd-rank-{torch.distributed.get_rank()}*"))),
         "resumed from an earlier version's": weights_sha256(resume_as_of_an_earlier_version().net),
         "by name": type(fabric_package().Fabric(**RANKS, strategy="pipesgd").strategy).__name__,

@@ -59,6 +59,10 @@ def test_a_trainer_of_transformers_trains_evaluates_and_saves(windows: str, tmp_
         assert found["evaluations with true weights"]
         assert all(found["evaluations with true weights"])
         assert found["refused"] == "clip_norm must be left out, since the Trainer has max_grad_norm; got 1.0"
+        assert found["refused optimizer"] == (
+            "optim must not be schedule-free, except at width=1 without local steps: evaluations change the weights in "
+            "place; got ScheduleFree"
+        )
         assert found.get("refused with local steps") == (
             "ddp_model must be made without find_unused_parameters=True for local steps: the parameters used would be "
             "sent in every backward pass"
@@ -79,10 +83,19 @@ def test_the_best_model_that_the_trainer_loads_at_the_end_stays_as_it_was_saved(
         assert found["found"] == found["best"]
 
 
+def test_a_trainer_trains_again_also_after_it_was_interrupted(tmp_path: Path) -> None:
+    answers = run("repeated", tmp_path)
+    for found in answers:
+        first, interrupted, last = found["weights"]  # where it is interrupted, each rank holds predicted weights
+        assert [first, last] == answers[0]["weights"][::2], "replicas"
+        assert len({first, interrupted, last}) == 3
+        assert found["steps"] == 12
+
+
 def test_the_example_of_accelerate_learns(tmp_path: Path) -> None:
     output = run_program(EXAMPLES / "accelerate_loop.py", tmp_path)
     assert float(output.split()[-1]) > 0.85
-    assert (tmp_path / "digits" / "pipesgd-0-rank-1.pt").is_file()
+    assert (tmp_path / "digits" / "0" / "pipesgd-0-rank-1.pt").is_file()
 
 
 def test_the_example_of_the_trainer_learns_and_saves(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ run = functools.partial(run_scenario, Path(__file__).with_name("_lightning_progr
         "lightning.pytorch",
         "clip",
         "clip value",
+        "clip itself",
         "accumulate",
         "bf16-mixed",
         "16-mixed",
@@ -49,6 +50,7 @@ def test_a_loop_of_fabric_does_what_pipelined_does_bit_for_bit_and_resumes(scena
     for found in answers:
         assert found == answers[0], "replicas"
         assert found["found"] == found["expected"] == found["resumed"] == found["resumed from an earlier version's"]
+        assert found["reloaded"] == found["saved"] != found["found"]
         assert found["files"] == 4, "a pipeline and its checksum, of the last save and of one that was cut short"
         assert found["by name"] == "PipesgdFabricStrategy"
         assert found["validated"] == found["expected to be validated"]
@@ -70,6 +72,8 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
             "average of windows": f"{average}Derived",
             "average of the last epochs": f"{average}StochasticWeightAveraging",
             "clip_norm": "clip_norm must be left out, since the Trainer has gradient_clip_val; got 1.0",
+            "address": "a checkpoint must be in a folder that all ranks can write to, where their pipelines are "
+            "written next to it; got memory://run/a.ckpt",
             "hook": "ddp_comm_hook must be left out with strategy pipesgd, which has its own hook",
             "manual": "automatic_optimization must be True with strategy pipesgd",
             "none": "optimizer must hold a parameter that requires a gradient; got none",
