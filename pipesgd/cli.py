@@ -325,7 +325,7 @@ def _check_names(argv: list[str], defaults: dict[str, Any]) -> None:
     for argument in argv:
         if "\0" in argument:
             raise UserInputError(f"options must not hold a NUL character; got {argument!r}")
-    known = [*defaults, "help", "help-all"]
+    known = [*defaults, "help", "help-all", "version"]
     names = [argument[2:].partition("=")[0].replace("_", "-") for argument in argv if argument.startswith("--")]
     for name in names:
         if name not in known:
