@@ -40,9 +40,9 @@ from timing_model import (
     steady_state_period,
 )
 from timing_model.choices import Space
-from timing_model.cluster_profile import UNCOMPRESSED, Profile
+from timing_model.cluster_profile import Profile
 from timing_model.job import Job
-from timing_model.measured import ComputeProfile, LinkProfile
+from timing_model.measured import UNCOMPRESSED, ComputeProfile, LinkProfile
 from timing_model.options import NOTHING
 from timing_model.plan import plan
 from timing_model.presets import CODECS, NETWORKS

@@ -171,7 +171,7 @@ def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, attem
         sys.stdout = sys.stderr = log = (folder / "log").open("a", buffering=1, encoding="utf-8")
         for stream in (1, 2):  # so output that Python does not write goes there, too
             os.dup2(log.fileno(), stream)
-        os.environ.update(_environment(rank, world_size, port, attempt))
+        os.environ.update(rank_environment(rank, world_size, port, attempt))
         torch.set_num_threads(1)
         durations = record()
         if kill is not None and kill.rank == rank:
@@ -186,7 +186,7 @@ def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, attem
         os._exit(code if isinstance(code, int) else 1)  # skips the parent's clean-up
 
 
-def _environment(rank: int, world_size: int, port: int, attempt: int) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int, attempt: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -18,7 +18,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from pipesgd.pipeline.prediction import Agreement, Prediction, Prepare, Replayed, Unapplied
+from pipesgd.optim.clipping import Clipping
+from pipesgd.pipeline.prediction import Agreement, Prediction, Replayed, Unapplied
 
 DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
 """Constants of DC-ASGD in its adaptive form: lambda is divided by the root of a moving mean of squared gradients."""
@@ -28,8 +29,8 @@ DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
 class Nesterov(Replayed):
     """A prediction that replays gradients of zero in place of the means."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
+        super().__init__(parameters, optimizer, clip)
         self._zeros = [torch.zeros_like(parameter.data) for parameter in parameters]
 
     @property
@@ -43,8 +44,8 @@ class Nesterov(Replayed):
 class _Remembers(Prediction):
     """A prediction made from tensors that it keeps, and that a checkpoint must hold."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
+        super().__init__(parameters, optimizer, clip)
         self._memory: list[Tensor] = []
 
     @property
@@ -95,8 +96,8 @@ class SpecTrain(_Remembers):
 class DelayCompensation(_Remembers):
     """A correction of late means by the distance that the weights have moved since, times the means' own squares."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
+        super().__init__(parameters, optimizer, clip)
         self._memory = [torch.zeros_like(parameter.data) for parameter in parameters]
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:

@@ -30,9 +30,9 @@ from pipesgd.planning.choose import AUTO_CODECS
 from pipesgd.ranks import alone
 from pipesgd.run.workload import load
 from timing_model.choices import WIDTHS
-from timing_model.cluster_profile import ComputeProfile, Profile
+from timing_model.cluster_profile import Profile
 from timing_model.job import NATIVE_CODECS, OWN_ALL_REDUCE, Job
-from timing_model.measured import WITH_BATCH
+from timing_model.measured import WITH_BATCH, ComputeProfile
 from timing_model.predict import Answer, predict
 
 HELD_OUT, EXTRAPOLATED, SHARED = "held out", "extrapolated", "shared cores"

@@ -32,7 +32,7 @@ from pipesgd.calibration.options import FREE_BETWEEN_RANKS, CalibrateConfig
 from pipesgd.cli import parse_as
 from pipesgd.errors import UserInputError
 from pipesgd.exit import run_and_exit
-from pipesgd.planning.shortlist import audition
+from pipesgd.planning.calibrate_audition import measure_candidates
 from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.run.console import say
 from pipesgd.run.workload import agree_on_workload, load
@@ -83,7 +83,7 @@ def calibrate(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
         made = found.profile(training, model, samples=samples, command=["-m pipesgd.calibrate", *argv])
         report.show(console, fits=found.fits, codecs=found.codecs, computation=found.computation)
     if options.audition:
-        made = audition(made, training, model, batches, ranks, console, prediction=options.prediction)
+        made = measure_candidates(made, training, model, batches, ranks, console, prediction=options.prediction)
 
     # 3. Write the result, on rank 0.
     def write() -> None:

@@ -48,13 +48,6 @@ DEFAULT_STALL_SECONDS = 30.0
 DEFAULT_FAREWELL_SECONDS = 20.0
 
 
-def check_clipping(norm: float | None, value: float | None) -> None:
-    """Raise ``UserInputError`` unless gradients can be clipped to these bounds."""
-    for name, bound in (("clip-norm", norm), ("clip-value", value)):
-        if bound is not None:
-            check_above_zero(name, bound)
-
-
 def dataset_kind(name: str) -> str:
     """Return the entry of ``DATASETS`` that ``name`` stands for: text:PATH for any path, otherwise its ``kind``."""
     if name.startswith("text:"):
@@ -141,10 +134,10 @@ class OptimizationConfig:
     """Learning-rate schedule: constant, cosine (decays to zero) or one-cycle (rises, then decays to zero)."""
     accumulation: int = option(1, at_least=1)
     """Micro-batches of --batch-size samples whose gradients each rank accumulates before they are exchanged."""
-    clip_norm: float | None = None
+    clip_norm: float | None = option(None, above_zero=True)
     """Largest norm of the averaged gradient; larger gradients are scaled down before they are applied. No limit by
     default."""
-    clip_value: float | None = None
+    clip_value: float | None = option(None, above_zero=True)
     """Largest magnitude of a value in the averaged gradient; no limit by default."""
     precision: str = option("fp32", choices=PRECISIONS)
     """Precision of forward and backward passes where torch.autocast lowers it: fp32, bf16, or fp16 with a loss scale.
@@ -161,7 +154,6 @@ class OptimizationConfig:
     def __post_init__(self) -> None:
         check_above_zero("loss-scale", self.loss_scale, MAX_LOSS_SCALE)
         check_options(self)
-        check_clipping(self.clip_norm, self.clip_value)
         if self.momentum >= 1:
             raise UserInputError(f"momentum must be below 1; got {self.momentum}")
         if self.optimizer == "nesterov" and self.momentum == 0:
@@ -361,8 +353,7 @@ class TrainConfig:
 
     def options(self) -> dict[str, Any]:
         """Return every option by its name on the command line, as a JSON value."""
-        sections = (self.data, self.model, self.optimization, self.pipeline, self.compression, self.planning, self.run)
-        options = options_of(*sections)
+        options = options_of(*sections_of(self))
         auto = options.pop(AUTO)
         del options["chosen"]
         return options | dict.fromkeys(auto, AUTO)
@@ -395,6 +386,11 @@ class TrainConfig:
         from pipesgd.codecs.own import codec_options  # imports torch, which takes seconds
 
         return f"{self.pipeline.describe()}, {codec_options(self.compression).describe()}"
+
+
+def sections_of(config: Any) -> list[Any]:
+    """Return the dataclasses of options that are the fields of the dataclass ``config``."""
+    return [getattr(config, section.name) for section in dataclasses.fields(config)]
 
 
 def options_of(*sections: Any) -> dict[str, Any]:

@@ -187,35 +187,6 @@ class Ranks:
         """Return the seconds since the last heartbeat of each rank known to be silent, without any input or output."""
         return {} if self._job._watcher is None else self._job._watcher.silent()
 
-    def per_node(self) -> int:
-        """Return the number of ranks on each node. Collective.
-
-        Raises:
-            UserInputError: nodes differ in it, there is one rank on each, or a node's ranks are not consecutive.
-        """
-        places = self.all_gather_object("ranks on each node", [self.local_world_size, self.local_rank])
-        for rank, place in enumerate(places):
-            if not _is_place(place):
-                raise CommunicationError(
-                    rank=self.number(self.rank),
-                    peer=self.number(rank),
-                    operation="exchange of ranks on each node",
-                    reason=f"it must be a number of ranks and a place among them; got {reprlib.repr(place)}",
-                )
-        numbers = sorted({number for number, _ in places})
-        number: int = numbers[0]
-        if len(numbers) > 1 or self.world_size % number or any(r % number != p for r, (_, p) in enumerate(places)):
-            raise UserInputError.on_all_ranks(
-                "all-reduce must not be hierarchical unless all nodes have the same number of ranks, and those of a "
-                f"node adjoining numbers; got {self.world_size} ranks on nodes of {' and '.join(map(str, numbers))}"
-            )
-        if number == 1 < self.world_size:
-            raise UserInputError.on_all_ranks(
-                "all-reduce must not be hierarchical with one rank on each node, where it would be a ring; got "
-                f"{self.world_size} nodes of one rank (torchrun's LOCAL_WORLD_SIZE says how many ranks a node has)"
-            )
-        return number
-
     def all_gather_object(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
         """Return every rank's ``value`` (anything JSON can write), in rank order. Collective.
 
@@ -466,12 +437,6 @@ def check_same(ranks: Ranks, what: str, value: str) -> None:
                 f"{what} must be the same on all ranks; got {everybody[0]} on rank {ranks.number(0)}, {other} on rank "
                 f"{ranks.number(rank)}"
             )
-
-
-def _is_place(place: Any) -> bool:
-    """Return True if ``place`` is a number of ranks and a place among them."""
-    numbers = isinstance(place, list) and len(place) == 2 and all(type(one) is int for one in place)
-    return numbers and 0 <= place[1] < place[0]
 
 
 def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, timeout: float) -> CommunicationError:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from conftest import REPOSITORY
 
-from experiments.forked_ranks import _environment as torchrun_environment
+from experiments.forked_ranks import rank_environment
 from pipesgd.ranks import Ranks, Standing
 
 TIMEOUT = 20.0
@@ -152,7 +152,7 @@ def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float =
     with tempfile.TemporaryDirectory() as printed:
         processes = []
         for rank in range(world_size):
-            environment = {**os.environ, **torchrun_environment(rank, world_size, store.port, attempt=0)}
+            environment = {**os.environ, **rank_environment(rank, world_size, store.port, attempt=0)}
             process = _CONTEXT.Process(target=_rank_of_program_main, args=(program, folder, environment, printed))
             process.start()
             processes.append(process)

@@ -14,7 +14,7 @@ from experiments.forked_ranks import import_all
 from pipesgd.cli import parse
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.reducers.make import _compile
+from pipesgd.reducers.make import compile_loops
 
 IMPORTS = (
     *("_runs", "_small_problem"),  # and with them pytest and hypothesis
@@ -52,7 +52,7 @@ parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
 # On a machine without compiled loops, two processes of tests meet in the middle: each keeps them on disk for the other.
 backwards = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
 for codec in DENSE_CODECS[::-1] if backwards else DENSE_CODECS:
-    _compile(make_codec(CodecOptions(codec=codec), "cpu"), "cpu")
+    compile_loops(make_codec(CodecOptions(codec=codec), "cpu"), "cpu")
 assert threading.active_count() == 1, "a process with threads cannot be forked"
 if sys.platform == "linux":
     _in_huge_pages()

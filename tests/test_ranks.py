@@ -13,6 +13,7 @@ import pytest
 import torch
 from _ranks import run_ranks
 
+from pipesgd.comm.own_all_reduce import ranks_per_node
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.membership import address
 from pipesgd.membership.address import Address, own_address, unreachable
@@ -200,7 +201,7 @@ def _place_in_a_group_of_the_users_own(ranks: Ranks, per_node: int, started: int
     os.environ.update(LOCAL_RANK=str(ranks.rank % per_node), LOCAL_WORLD_SIZE=str(per_node))
     found = current(ranks.timeout)
     try:
-        return found.local_rank, found.per_node()
+        return found.local_rank, ranks_per_node(found)
     except UserInputError as error:
         return str(error)
 

@@ -6,11 +6,12 @@ import math
 
 from timing_model.buckets import WHOLE
 from timing_model.choices import TIE, Choice
-from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import HIDDEN, workers_that_hide
 from timing_model.iteration import IterationTime
 from timing_model.job import Job
+from timing_model.measured import UNCOMPRESSED
 from timing_model.plan import Plan
+from timing_model.schedules import SEGMENT_BYTES
 from timing_model.units import format_bytes, format_bytes_up, format_seconds
 
 NOTHING = 0.0005
@@ -33,7 +34,7 @@ def describe(job: Job) -> str:
         return f"ddp, {codec}"
     name = "synchronous" if job.width == 1 else f"pipelined, width {job.width}"
     name += f", {job.local_steps} local steps" if job.local_steps > 1 else ""
-    segment = "" if job.segment_bytes == 1 << 20 else f", segments of {job.segment_bytes >> 10} KiB"
+    segment = "" if job.segment_bytes == SEGMENT_BYTES else f", segments of {job.segment_bytes >> 10} KiB"
     buckets = "" if job.cut == WHOLE else f", buckets {job.buckets}"
     islands = "" if job.members == 1 else f", {job.mesh.islands} islands of {job.members} by {job.split}"
     parts = f", {format_bytes(sum(one.nbytes for one in job.parts))} gathered" if job.parts else ""
@@ -88,7 +89,7 @@ def _loop_arguments(job: Job) -> str:
     if job.mesh.is_one_island:
         return f"{job.split} over all ranks, by torch alone"
     words = f'width={job.width}, codec="{job.codec}", all_reduce="{job.all_reduce}"'
-    words += "" if job.segment_bytes == 1 << 20 else f", segment_bytes={job.segment_bytes}"
+    words += "" if job.segment_bytes == SEGMENT_BYTES else f", segment_bytes={job.segment_bytes}"
     words += "" if job.cut == WHOLE else f', buckets="{job.buckets}"'
     batches = f" and {job.accumulation} micro-batches" if job.accumulation > 1 else ""
     return f"Pipelined(..., {words}, mesh=mesh) with a mesh of ({job.mesh.islands}, {job.members}){batches}"
@@ -101,7 +102,7 @@ def _strategy_arguments(job: Job) -> str:
         return f"--strategy ps-sync --servers {job.servers}"
     steps = f" --local-steps {job.local_steps}" if job.local_steps > 1 else ""
     words = f"--width {job.width}{steps} --codec {job.codec} --all-reduce {job.all_reduce}"
-    words += "" if job.segment_bytes == 1 << 20 else f" --segment-bytes {job.segment_bytes}"
+    words += "" if job.segment_bytes == SEGMENT_BYTES else f" --segment-bytes {job.segment_bytes}"
     return words + ("" if job.cut == WHOLE else f" --buckets {job.buckets}")
 
 
@@ -133,7 +134,7 @@ def _wider(plan: Plan) -> str | None:
         return None
     return (
         f"Width {width} gains over width 2 only where slow iterations come one at a time, not where a rank stays slow "
-        "for longer; most such gains were not found when they were measured. Compare both before you rely on it."
+        "for longer; where both were measured, it was slower on average. Compare both before you rely on it."
     )
 
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from timing_model.advice import training_arguments
 from timing_model.choices import Choice, Space, all_codecs
-from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import HIDDEN, costs_of, iteration_time, times_of
 from timing_model.fragments import MOST_LOCAL_STEPS, hiding_windows, in_windows
 from timing_model.iteration import IterationTime
 from timing_model.job import LARGEST_WORLD, Job
+from timing_model.measured import UNCOMPRESSED
 from timing_model.memory import fits
 from timing_model.plan import Plan, plan
 from timing_model.units import format_cost, format_seconds

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from timing_model.all_reduce import CollectiveTime
 from timing_model.checks import check_count, check_one_of
-from timing_model.cluster_profile import UNCOMPRESSED, Profile
+from timing_model.cluster_profile import Profile
 from timing_model.iteration import IterationTime
 from timing_model.job import STRATEGIES, Job
+from timing_model.measured import UNCOMPRESSED
 from timing_model.own_schedules import check_all_reduce
 from timing_model.presets import CODECS
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES

@@ -31,20 +31,6 @@ from timing_model.schedules import ALL_REDUCES
 from timing_model.toml_io import Scalar, Table, format_tables, read_tables
 from timing_model.units import parse_bandwidth, parse_seconds
 
-__all__ = [
-    "PARAMETER_SERVER",
-    "UNCOMPRESSED",
-    "Calibrated",
-    "CodecProfile",
-    "CodecRates",
-    "ComputeProfile",
-    "Corrections",
-    "Estimate",
-    "LinkProfile",
-    "MeasuredIteration",
-    "Profile",
-]
-
 FORMAT, FORMER_FORMAT = 6, 5
 """Version of the file's format, raised whenever an older reader would misunderstand a newer file, and the one before,
 which is still read: it has shares by which collectives are slower next to the computation, in place of times."""

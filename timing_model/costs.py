@@ -11,7 +11,6 @@ from functools import partial
 
 from timing_model.all_reduce import CollectiveTime, all_reduce_time, gather_time, parts_time
 from timing_model.buckets import completed
-from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.inside import InsideTime, inside_time
 from timing_model.iteration import (
     IterationTime,
@@ -22,7 +21,7 @@ from timing_model.iteration import (
     server_iteration_time,
 )
 from timing_model.job import Job
-from timing_model.measured import LINK, Estimate, LinkProfile
+from timing_model.measured import LINK, UNCOMPRESSED, Estimate, LinkProfile
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise, Parts, PlacedLink, uncompressed
 

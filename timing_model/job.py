@@ -11,10 +11,11 @@ from typing import NamedTuple
 from timing_model.all_reduce import messages_meet, unconnected
 from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
-from timing_model.cluster_profile import UNCOMPRESSED, Profile
+from timing_model.cluster_profile import Profile
 from timing_model.measured import (
     MOST,
     PARAMETER_SERVER,
+    UNCOMPRESSED,
     WITH_BATCH,
     CodecProfile,
     ComputeProfile,

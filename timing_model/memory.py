@@ -25,7 +25,8 @@ def rank_memory(job: Job) -> float | None:
     Parameter servers and local steps are not known.
 
     >>> from timing_model.options import computation_of
-    >>> from timing_model.cluster_profile import Calibrated, LinkProfile, Profile
+    >>> from timing_model.cluster_profile import Profile
+    >>> from timing_model.measured import Calibrated, LinkProfile
     >>> from timing_model.presets import NETWORKS
     >>> cluster = Profile(calibrated=Calibrated.nothing(), link=LinkProfile.exact(NETWORKS["10GbE"]))
     >>> job = Job(cluster=cluster, compute=computation_of("model", 1000, 1.0), world_size=4, width=2)

@@ -10,9 +10,9 @@ from typing import Any
 
 from timing_model.arguments import Parser, number_of, quantity, whole
 from timing_model.checks import check_one_of
-from timing_model.cluster_profile import UNCOMPRESSED, Profile
+from timing_model.cluster_profile import Profile
 from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, compute_of
-from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
+from timing_model.measured import MOST, UNCOMPRESSED, Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.mesh import SPLITS
 from timing_model.params import LinkParams
 from timing_model.presets import MODELS, NETWORKS, ethernet

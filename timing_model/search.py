@@ -11,10 +11,10 @@ from typing import Any
 from timing_model.all_reduce import CollectiveTime, chunks_of
 from timing_model.checks import check_at_least, check_one_of
 from timing_model.choices import TIE, Choice, Space, simplicity
-from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import Buckets, as_measured, buckets_of, costs_of, pipelined_time, whole
 from timing_model.iteration import IterationTime
 from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
+from timing_model.measured import UNCOMPRESSED
 from timing_model.memory import fits, rank_memory
 from timing_model.schedules import SEGMENT_BYTES, segments_of
 

@@ -38,15 +38,8 @@ from pipesgd.run import output
 from pipesgd.run.checkpoint import Checkpoints
 from pipesgd.run.metrics import SECONDS, read_metrics
 from pipesgd.run.state import RunState
-from timing_model.cluster_profile import (
-    Calibrated,
-    CodecProfile,
-    CodecRates,
-    ComputeProfile,
-    Estimate,
-    LinkProfile,
-    Profile,
-)
+from timing_model.cluster_profile import Profile
+from timing_model.measured import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
 
 # ---- Cluster profiles
 

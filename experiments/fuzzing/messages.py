@@ -17,6 +17,7 @@ from experiments.fuzzing.mutations import NASTY_JSON, damaged
 from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage, unpack_state
 from pipesgd.baselines.parameter_server.shard import Shard
 from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout
+from pipesgd.comm.own_all_reduce import ranks_per_node
 from pipesgd.errors import PipesgdError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.hyperparameters import as_numbers
@@ -50,7 +51,7 @@ def try_store_value(case: tuple[str, bytes], folder: Path) -> str | None:
     elif attempt == "options":
         check_same_options(ranks, dict(OPTIONS), free=frozenset())
     else:
-        ranks.per_node()
+        ranks_per_node(ranks)
     return None
 
 

@@ -23,7 +23,9 @@ from pipesgd.calibration.training import LATE
 from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
 from timing_model.all_reduce import gather_time
-from timing_model.cluster_profile import (
+from timing_model.cluster_profile import Profile
+from timing_model.iteration import collective_within
+from timing_model.measured import (
     PARAMETER_SERVER,
     Calibrated,
     CodecProfile,
@@ -32,9 +34,7 @@ from timing_model.cluster_profile import (
     Corrections,
     Estimate,
     LinkProfile,
-    Profile,
 )
-from timing_model.iteration import collective_within
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES
 from timing_model.presets import OVERHEAD

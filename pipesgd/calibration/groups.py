@@ -25,7 +25,7 @@ class Placement:
 
 def places_of(ranks: Ranks) -> list[Placement]:
     """Return the place of every rank. Collective."""
-    return places([local_rank for _, local_rank in ranks.all_gather_object("places", [ranks.rank, ranks.local_rank])])
+    return places(ranks.all_gather_object("places", ranks.local_rank))
 
 
 def places(local_ranks: Sequence[int]) -> list[Placement]:

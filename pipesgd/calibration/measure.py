@@ -38,7 +38,8 @@ from pipesgd.data import ShardedBatches
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from timing_model.all_reduce import messages_meet
-from timing_model.cluster_profile import PARAMETER_SERVER, Profile
+from timing_model.cluster_profile import Profile
+from timing_model.measured import PARAMETER_SERVER
 from timing_model.params import FLOAT_BYTES
 
 CODECS, SERVERS, LINKS, TRAINING = (

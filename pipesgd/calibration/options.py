@@ -16,6 +16,7 @@ from pipesgd.config import (
     RunConfig,
     TrainConfig,
     options_of,
+    sections_of,
 )
 from pipesgd.errors import UserInputError
 from pipesgd.options import check_options, option
@@ -100,7 +101,7 @@ class CalibrateConfig:
 
     def options(self) -> dict[str, Any]:
         """Return every option by its name on the command line, as a JSON value."""
-        return options_of(self.calibration, self.data, self.model, self.optimization)
+        return options_of(*sections_of(self))
 
     def training(self) -> TrainConfig:
         """Return the training whose computation is measured."""

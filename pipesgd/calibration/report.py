@@ -14,8 +14,7 @@ from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation
 from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.errors import UserInputError
-from timing_model.cluster_profile import PARAMETER_SERVER
-from timing_model.measured import Estimate
+from timing_model.measured import PARAMETER_SERVER, Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

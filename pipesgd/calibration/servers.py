@@ -15,7 +15,7 @@ from pipesgd.calibration.groups import Placement, groups_to_measure
 from pipesgd.calibration.options import LEAST_LARGEST_BYTES
 from pipesgd.calibration.sweep import GROWTH, Cell
 from pipesgd.ranks import Ranks
-from timing_model.cluster_profile import PARAMETER_SERVER
+from timing_model.measured import PARAMETER_SERVER
 
 SIZES = 5
 """Approximate number of sizes, among which the available time is divided."""

@@ -12,7 +12,7 @@ from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.all_reduce import MOST_PLANS, AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
 from pipesgd.comm.native import NativeAllReduce
-from pipesgd.comm.own_all_reduce import agreed_schedule
+from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
 from pipesgd.comm.pace import TokenBucket
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.transport import (
@@ -89,10 +89,10 @@ class Connections:
         self._buckets = buckets
         self._made = weakref.WeakSet[ScheduledAllReduce]()
         """Collectives that run over these connections, as long as somebody holds them."""
-        ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 1
+        on_each_node = ranks_per_node(ranks) if all_reduce == "hierarchical" else 1
         is_outside = ranks.rank >= ranks.world_size  # this rank is not among ``ranks``, the first ones of the job
         if all_reduce != "native" and not is_outside:  # refused before there are groups, which torch would keep
-            self._schedule = agreed_schedule(all_reduce, ranks, ranks_per_node)
+            self._schedule = agreed_schedule(all_reduce, ranks, on_each_node)
         if not is_outside:  # nor must gloo wait for an address that cannot be reached
             ranks.addresses()
         backend = None if all_reduce == "native" else "gloo"

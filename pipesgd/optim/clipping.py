@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipesgd.config import check_clipping
+from pipesgd.checks import check_above_zero
 
 EPSILON = 1e-6
 """Term that torch adds to the norm in ``clip_grad_norm_``."""
@@ -33,7 +33,9 @@ class Clipping:
     """Function that returns the norm of all gradients together."""
 
     def __post_init__(self) -> None:
-        check_clipping(self.norm, self.value)
+        for name, bound in (("clip-norm", self.norm), ("clip-value", self.value)):
+            if bound is not None:
+                check_above_zero(name, bound)
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Clip ``gradients`` in place, as torch's ``clip_grad_value_`` and ``clip_grad_norm_`` do."""

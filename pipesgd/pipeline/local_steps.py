@@ -39,7 +39,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -228,7 +228,7 @@ class LocalSteps(Strategy):
         timeout: seconds that a rank waits for another one, as in ``Pipelined``.
         ranks: the ranks to work with, as in ``Pipelined``.
         process_group: the group whose ranks these are, as in ``Pipelined``.
-        options: further arguments of ``Pipelined``, except ``prediction``, ``guard``, ``buckets``, ``reduce`` and
+        options: further arguments of ``Pipelined``, except ``prediction``, ``guard``, ``buckets``, ``reduce``,
             ``in_turns`` and ``mesh``.
 
     Raises:
@@ -389,7 +389,7 @@ class LocalSteps(Strategy):
                 report = self._window.step(functools.partial(self._inner.apply, iteration))
                 self._pipeline.iteration += 1
             culprits = (self._ranks.number(self._ranks.rank),) * len(report.skipped)
-            report = dataclasses.replace(report, applied=(), nonfinite_ranks=culprits, schedule_steps=1)
+            report = dataclasses.replace(report, applied=(), nonfinite_ranks=culprits)
             return self._finish(report)
 
     def flush(self) -> StepReport:
@@ -510,9 +510,6 @@ class LocalSteps(Strategy):
     ) -> None:
         self._error = self._error or error
         self.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def _finish(self, report: StepReport) -> StepReport:
         """End the window, after an iteration of which ``report`` is, if it is long enough."""

@@ -40,8 +40,6 @@ from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.shards import give, kept, local
 from pipesgd.strategy import Comparison
 
-Prepare = Callable[[Sequence[Tensor]], None]
-"""Function that changes gradients in place before the optimizer sees them: clipping."""
 AddUp = Callable[[Sequence[float]], Sequence[float]]
 """Function that adds up numbers over the ranks that hold one replica of the model together."""
 
@@ -240,7 +238,7 @@ class Prediction(abc.ABC):
     Args:
         parameters: the parameters that ``optimizer`` updates.
         optimizer: the user's optimizer.
-        prepare: changes gradients in place before the optimizer sees them.
+        clip: clipping of gradients before the optimizer sees them.
     """
 
     keeps_gradients = False
@@ -248,7 +246,7 @@ class Prediction(abc.ABC):
     at_width_1 = False
     """True if it is used at width 1, too, where no gradient is in flight after a step."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
         self._parameters = parameters
         self.weights = SwappedWeights(parameters)
         self.add_up: AddUp = list
@@ -326,11 +324,11 @@ class Replayed(Prediction, abc.ABC):
     give the same bits.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
         _check_apart(parameters, type(self))
-        super().__init__(parameters, optimizer, prepare)
+        super().__init__(parameters, optimizer, clip)
         self._optimizer = optimizer
-        self._prepare = prepare
+        self._clip = clip
         self._copy: OptimizerCopy | None = None
         self._gradients: list[Tensor] = []
         self._foreseen: Sequence[Unapplied] = ()
@@ -380,7 +378,7 @@ class Replayed(Prediction, abc.ABC):
         for block in steps:
             if add_errors is not None:
                 add_errors(missed[block], own[block], means[block])
-            self._prepare(means[block])
+            self._clip(means[block])
             steps.update(block, means[block])
             if replay_block is not None:
                 replay_block(block)
@@ -428,8 +426,8 @@ class Replayed(Prediction, abc.ABC):
 
     def _steps(self, under: Sequence[Hyperparameters], tensors: Sequence[Sequence[Tensor]]) -> Steps | None:
         """Return steps block by block ``under`` these hyperparameters, if that is possible."""
-        if not isinstance(self._prepare, Clipping) or self._prepare.norm is not None:
-            return None  # it may look at all gradients at once
+        if self._clip.norm is not None:
+            return None  # it looks at all gradients at once
         return steps_in_blocks(self._optimizer, self._parameters, under, tensors)
 
     @torch.no_grad()
@@ -453,7 +451,7 @@ class Replayed(Prediction, abc.ABC):
             for order, (guess, number) in enumerate(cut):
                 gradients = [piece.clone() for piece in guess[block]]
                 self._adapt(gradients, errors, agreement, oldest=order == 0)
-                self._prepare(gradients)
+                self._clip(gradients)
                 steps.step(first + number, block, weights, gradients, state)
             self._extrapolate(weights, true, agreement)
 
@@ -473,7 +471,7 @@ class Replayed(Prediction, abc.ABC):
             # A copy, since optimizers (and clipping) may change gradients in place.
             torch._foreach_copy_(gradients, list(guess))
             self._adapt(gradients, agreement.missed, agreement, oldest=order == 0)
-            self._prepare(gradients)
+            self._clip(gradients)
             give_gradients(self._parameters, gradients)
             optimizer.step(in_flight[number].hyperparameters)
         # An optimizer may have given the parameters other storage.
@@ -567,7 +565,7 @@ _KINDS: dict[str, type[Prediction]] = {"eager": Eager, "local": Local, "none": N
 
 
 def make_prediction(
-    kind: str | type[Prediction], parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare
+    kind: str | type[Prediction], parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping
 ) -> Prediction:
     """Return the prediction of this name or class for the ``parameters`` that ``optimizer`` updates.
 
@@ -578,7 +576,7 @@ def make_prediction(
     if isinstance(kind, str):
         check_one_of("prediction", kind, PREDICTIONS)
         kind = _KINDS[kind]
-    return kind(parameters, optimizer, prepare)
+    return kind(parameters, optimizer, clip)
 
 
 def share_memory(parameters: Sequence[Tensor]) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipesgd.errors import DisagreementError, named
 from pipesgd.flat_buffer import give_gradients
+from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import OptimizerCopy
 from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.islands import OF_WHOLE_MATRICES
@@ -34,9 +35,6 @@ PRODUCT = (129, 257, 65)
 """Rows, columns and length of the sums of a product on trial: whole blocks of every library, and a remainder."""
 LOW_RANK = 4
 """Columns of a matrix on trial whose columns are made orthonormal."""
-
-Prepare = Callable[[Sequence[Tensor]], None]
-"""Function that changes gradients in place before the optimizer sees them: clipping."""
 
 
 def check_same_settings(ranks: Ranks, settings: Mapping[str, Any], tensors: Mapping[str, Sequence[str]]) -> None:
@@ -149,7 +147,7 @@ def _hash(described: Sequence[str]) -> str:
 
 
 def compute_alike(
-    all_ranks: Sequence[Ranks], optimizer: torch.optim.Optimizer, prepare: Prepare, reduce: str, codec: str, drift: bool
+    all_ranks: Sequence[Ranks], optimizer: torch.optim.Optimizer, clip: Clipping, reduce: str, codec: str, drift: bool
 ) -> bool:
     """Return whether all ranks, those of ``check_same_training``, compute the same bits where they must. Collective.
 
@@ -159,7 +157,7 @@ def compute_alike(
     Raises:
         DisagreementError: they differ, and ``drift`` is false.
     """
-    same = [check_same_bits(ranks, optimizer, prepare, allow_drift=drift) for ranks in all_ranks]
+    same = [check_same_bits(ranks, optimizer, clip, allow_drift=drift) for ranks in all_ranks]
     is_own = not type(optimizer).__module__.startswith("torch.optim")  # of which nothing else is known
     multiplying = {
         f"with reduce {reduce}": reduce in ("factors", "auto"),
@@ -173,7 +171,7 @@ def compute_alike(
     return all(same)
 
 
-def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Prepare, *, allow_drift: bool) -> bool:
+def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, clip: Clipping, *, allow_drift: bool) -> bool:
     """Return whether the updates of all ranks have the same bits. Collective.
 
     Raises:
@@ -182,7 +180,7 @@ def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Pre
     if ranks.world_size == 1:
         return True
     device = optimizer.param_groups[0]["params"][0].device
-    own = [bits_of_updates(optimizer, prepare), platform.machine(), _instruction_set(device)]
+    own = [bits_of_updates(optimizer, clip), platform.machine(), _instruction_set(device)]
     found = ranks.all_gather_object("bits of an update", own)
     same = len({bits for bits, _, _ in found}) == 1
     if same or allow_drift:
@@ -244,7 +242,7 @@ def bits_of_a_product(device: torch.device) -> str:
     return weights_sha256(nn.ParameterList(map(nn.Parameter, found)))
 
 
-def bits_of_updates(optimizer: torch.optim.Optimizer, prepare: Prepare) -> str:
+def bits_of_updates(optimizer: torch.optim.Optimizer, clip: Clipping) -> str:
     """Return the SHA-256 of small parameters after a few updates by a copy of ``optimizer`` with synthetic gradients.
 
     An optimizer that cannot be tried, alone or on small parameters, counts as SGD, whose arithmetic most share.
@@ -262,16 +260,16 @@ def bits_of_updates(optimizer: torch.optim.Optimizer, prepare: Prepare) -> str:
     try:
         stepper = OptimizerCopy(optimizer, stand_ins)
         stepper.begin(TRIAL_LR)
-        return _bits(trial, prepare, stepper.step)
+        return _bits(trial, clip, stepper.step)
     except Exception:  # noqa: BLE001 (what an optimizer of the user's own may raise on parameters that are not its own)
         others = [nn.Parameter(_values(tuple(parameter.shape), 0, parameter)) for parameter in trial]
-        return _bits(others, prepare, torch.optim.SGD(others, lr=TRIAL_LR, momentum=0.9, weight_decay=0.01).step)
+        return _bits(others, clip, torch.optim.SGD(others, lr=TRIAL_LR, momentum=0.9, weight_decay=0.01).step)
 
 
-def _bits(trial: Sequence[Tensor], prepare: Prepare, step: Callable[[], object]) -> str:
+def _bits(trial: Sequence[Tensor], clip: Clipping, step: Callable[[], object]) -> str:
     for number in range(1, TRIAL_STEPS + 1):
         gradients = [_values(tuple(parameter.shape), number, parameter) for parameter in trial]
-        prepare(gradients)
+        clip(gradients)
         give_gradients(trial, gradients)
         step()
     return weights_sha256(nn.ParameterList(trial))

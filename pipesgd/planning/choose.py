@@ -1,6 +1,6 @@
 """Answers of the timing model about a run: the time of an iteration, and the choice of options that are ``auto``.
 
-Apart from the code that writes calibrations, only this module of the trainer knows the timing model.
+The trainer calls the timing model's formulas from here and from calibration alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pipesgd.planning.audition import Audition
 from pipesgd.planning.planned import Planned, choices_of
 from timing_model.advice import advice, reason, training_arguments
 from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simplicity
-from timing_model.cluster_profile import UNCOMPRESSED, ComputeProfile, Profile
+from timing_model.cluster_profile import Profile
 from timing_model.fragments import MOST_LOCAL_STEPS, hiding_fragments, hiding_windows, predict_in_turns
 from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
+from timing_model.measured import UNCOMPRESSED, ComputeProfile
 from timing_model.params import Parts
 from timing_model.plan import Plan, plan
 from timing_model.predict import Answer, predict
@@ -168,10 +169,10 @@ def search(base: Job, config: TrainConfig, iterations: int) -> Decided:
     found = plan(base, space, extrapolate=True)
     answer = predict(found.best.job, extrapolate=True)
     return Decided(
-        choices=options_of(found.best.job),
+        choices=choices_in(found.best.job),
         why=why(found, auto),
         answer=answer,
-        audition=audition(found, answer, auto, iterations=iterations, begin=config.pipeline.warmup_iterations),
+        audition=audition_of(found, answer, auto, iterations=iterations, begin=config.pipeline.warmup_iterations),
     )
 
 
@@ -220,7 +221,7 @@ def fewest_fragments(job: Job, steps: int) -> int:
     )
 
 
-def options_of(job: Job) -> dict[str, Any]:
+def choices_in(job: Job) -> dict[str, Any]:
     """Return the values of all ``AUTO_OPTIONS`` in ``job``."""
     return {
         "width": job.width,
@@ -232,7 +233,7 @@ def options_of(job: Job) -> dict[str, Any]:
     }
 
 
-def audition(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: int, begin: int) -> Audition | None:
+def audition_of(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: int, begin: int) -> Audition | None:
     """Return an audition of the simplest and the fastest of each width that could be the fastest of all, or of each
     codec or all-reduce if the width is given; None if there are no two, or the run is too short.
 
@@ -243,12 +244,12 @@ def audition(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: in
     kind = next((name for name in ("width", "codec", "all-reduce") if name in auto), None)
     if kind is None:
         return None
-    simplest: dict[Any, Choice] = {options_of(found.best.job)[kind]: found.best}
+    simplest: dict[Any, Choice] = {choices_in(found.best.job)[kind]: found.best}
     fastest: dict[Any, Choice] = {}
     for one in found.ranking:
-        simplest.setdefault(options_of(one.job)[kind], one)
+        simplest.setdefault(choices_in(one.job)[kind], one)
     for one in sorted(found.ranking, key=lambda one: one.score):
-        fastest.setdefault(options_of(one.job)[kind], one)
+        fastest.setdefault(choices_in(one.job)[kind], one)
     best = {id(one): one for one in (*simplest.values(), *fastest.values())}.values()
     could = [one for one in best if predict(one.job, extrapolate=True).low <= answer.high]
     could.sort(key=lambda one: (one is not found.best, one.score))
@@ -256,7 +257,7 @@ def audition(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: in
     if all(one.job.measured is not None for one in candidates):
         return None  # an earlier audition has answered the question
     predicted = [one.iteration.total for one in candidates]
-    return Audition.of([options_of(one.job) for one in candidates], predicted, iterations=iterations, begin=begin)
+    return Audition.of([choices_in(one.job) for one in candidates], predicted, iterations=iterations, begin=begin)
 
 
 def space_of(profile: Profile, config: TrainConfig, parameters: int) -> Space:

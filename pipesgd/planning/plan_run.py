@@ -25,7 +25,8 @@ from timing_model.buckets import WHOLE
 
 if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
-    from timing_model.cluster_profile import MeasuredIteration, Profile
+    from timing_model.cluster_profile import Profile
+    from timing_model.measured import MeasuredIteration
     from timing_model.params import Parts
 
 CALIBRATION_SECONDS = 4.0
@@ -171,7 +172,7 @@ def measured_iterations(
     candidates: Sequence[dict[str, Any]], paces: Sequence[Pace | None], config: TrainConfig, world_size: int
 ) -> list[MeasuredIteration]:
     """Return what was measured of the candidates for this run, as a profile keeps it: those without buckets."""
-    from timing_model.cluster_profile import Estimate, MeasuredIteration
+    from timing_model.measured import Estimate, MeasuredIteration
 
     return [
         MeasuredIteration(

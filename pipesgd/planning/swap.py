@@ -45,8 +45,6 @@ def swap_strategy(state: RunState, make: Callable[[Pipelined], Pipelined], *, sa
         kept["exchange"] = fresh["exchange"]
     elif residuals:
         kept["exchange"]["residuals"] = residuals
-    if kept["prediction"].keys() != fresh["prediction"].keys():
-        kept["prediction"] = fresh["prediction"]
     pipeline.load_state_dict(kept)
     pipeline.add_to_next_gradient([] if same_codec else residuals)
     return report

@@ -106,12 +106,12 @@ def compiled_codec(options: CodecOptions, ranks: Ranks, device: str) -> Codec:
     if isinstance(codec, OwnCodec):
         trial = ranks.raise_together("codec", functools.partial(try_codec, options.codec, codec, device))
         check_same(ranks, f"what {options.codec} encodes some values to", trial)
-    _compile(codec, device)
+    compile_loops(codec, device)
     ranks.all_gather_object("a compiled codec", None, within=COMPILE_SECONDS)
     return codec
 
 
-def _compile(codec: Codec, device: str) -> None:
+def compile_loops(codec: Codec, device: str) -> None:
     """Compile or load the codec's loops now, since in the first iteration other ranks would wait for it."""
     values = torch.zeros(1, dtype=torch.float32, device=device)
     wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import check_block
-from pipesgd.comm.own_all_reduce import agreed_schedule
+from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
 from pipesgd.config import TrainConfig, dataset_kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
 from pipesgd.data.augmentation import Augmentation
@@ -46,7 +46,7 @@ def check_exchange(config: TrainConfig, ranks: Ranks) -> None:
     if kind(config.pipeline.all_reduce) == OWN:
         agreed_schedule(config.pipeline.all_reduce, ranks)
     if config.pipeline.all_reduce == "hierarchical":
-        ranks.per_node()
+        ranks_per_node(ranks)
     if config.pipeline.rate_limit is not None:
         ranks.raise_together("blocks of the codec", functools.partial(_check_blocks, config))
 

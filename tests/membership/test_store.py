@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from pipesgd.calibrate import calibrate
+from pipesgd.comm.own_all_reduce import ranks_per_node
 from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError
 from pipesgd.membership.store import BoundedStore, StoreSilent, address
 from pipesgd.ranks import Ranks, Standing, check_same_options
@@ -126,7 +127,7 @@ def test_a_place_that_cannot_be_is_an_error_that_names_the_rank(place: str) -> N
     ranks = Ranks(rank=0, world_size=2, store=store, local_world_size=2, standing=Standing(timeout=5.0))
     store.set("exchange of 2/1/ranks on each node/1", place)
     with pytest.raises(CommunicationError, match="with rank 1 failed: it must be a number of ranks and a place among"):
-        ranks.per_node()
+        ranks_per_node(ranks)
 
 
 def test_another_ranks_report_may_hold_any_bytes() -> None:

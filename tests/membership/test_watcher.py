@@ -161,7 +161,7 @@ def _lost_while_it_compiles(ranks: Ranks) -> str:
         patch.setattr(heartbeat, "SILENT_SECONDS", 0.5)
         if ranks.rank == 1:
             patch.setattr(ranks, "watch", lambda on_failure: lambda: None)
-            patch.setattr(make, "_compile", compiles_for_long)
+            patch.setattr(make, "compile_loops", compiles_for_long)
         model = torch.nn.Linear(1, 1)
         try:
             Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, timeout=1.0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from timing_model.cluster_profile import (
+from timing_model.cluster_profile import Profile
+from timing_model.job import Job
+from timing_model.measured import (
     Calibrated,
     CodecProfile,
     CodecRates,
@@ -13,9 +15,7 @@ from timing_model.cluster_profile import (
     Estimate,
     LinkProfile,
     MeasuredIteration,
-    Profile,
 )
-from timing_model.job import Job
 
 
 def about(value: float) -> Estimate:

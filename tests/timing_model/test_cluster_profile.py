@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from tests.timing_model._profiles import CORRECTIONS, MLP, PROFILE
 from timing_model import ComputeTimes
-from timing_model.cluster_profile import Estimate, Profile
+from timing_model.cluster_profile import Profile
 from timing_model.collective_time import ring_all_reduce_bytes
+from timing_model.measured import Estimate
 from timing_model.presets import ethernet
 from timing_model.simulate_messages import Network
 

@@ -14,10 +14,11 @@ from tests.timing_model._profiles import MLP, PROFILE, about, ask, ran
 from timing_model.advice import advice, loading_advice
 from timing_model.all_reduce import CollectiveTime
 from timing_model.cli import main
-from timing_model.cluster_profile import Estimate, Profile
+from timing_model.cluster_profile import Profile
 from timing_model.costs import costs_of, iteration_time, workers_that_hide
 from timing_model.iteration import IterationTime, loaded_iteration_time, pipelined_iteration_time
 from timing_model.job import Job, compute_of
+from timing_model.measured import Estimate
 from timing_model.params import ComputeTimes
 from timing_model.plan import plan
 from timing_model.predict import LOADING, predict

@@ -26,7 +26,7 @@ ENDLESS = 1 << 40
 """Iterations of a run that is long enough for any audition."""
 
 
-def audition(
+def measure_candidates(
     profile: Profile | None,
     config: TrainConfig,
     model: nn.Module,
