@@ -9,6 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 BYTES_PER_SECOND = {
@@ -178,7 +179,7 @@ def _parse(name: str, text: str, units: Mapping[str, float], example: str) -> fl
     value = float(number) * units[unit]
     if not 0 <= value <= MOST:
         raise ValueError(f"{name} must be from 0 to {MOST:g}; got {text!r}")
-    return value
+    return float(Decimal(number) * Decimal(units[unit]))  # rounded once, so that 2.03 kB are 2030 bytes and no less
 
 
 def _did_you_mean(number: str, unit: str, units: Mapping[str, float]) -> str:

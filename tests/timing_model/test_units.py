@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from timing_model.units import (
@@ -119,5 +119,6 @@ def test_what_people_are_shown_can_be_read_back_to_three_digits(value: float) ->
 
 
 @given(st.integers(1, 10**15))
+@example(2030)
 def test_bytes_rounded_up_are_enough_and_at_most_a_hundredth_more(nbytes: int) -> None:
     assert nbytes <= parse_bytes("memory", format_bytes_up(nbytes)) <= 1.01 * nbytes
