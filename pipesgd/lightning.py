@@ -20,7 +20,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from pipesgd.checks import check_left_out, check_version
-from pipesgd.ddp.attached import Attached, attach, local_steps_of, with_clipping
+from pipesgd.ddp.attached import Attached, attach, is_late, with_clipping
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import SAVE_DIGITS, PipelineFile
 
@@ -133,7 +133,7 @@ def make_strategy(module: str) -> type[Any]:
                 return
             if not self.lightning_module.automatic_optimization:
                 raise UserInputError("automatic_optimization must be True with strategy pipesgd")
-            late = self._pipeline_options["width"] != 1 or local_steps_of(self._pipeline_options) is not None
+            late = is_late(self._pipeline_options)
             refused = [type(one).__name__ for one in trainer.callbacks if late and isinstance(one, averages)]
             if refused:
                 raise UserInputError(

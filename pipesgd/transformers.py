@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd.checks import check_left_out, check_version
-from pipesgd.ddp.attached import Attached, attach, local_steps_of, with_clipping
+from pipesgd.ddp.attached import Attached, attach, is_late, with_clipping
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 
@@ -51,8 +51,7 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
                 of ranks than the one that saved the checkpoint, or the optimizer is schedule-free.
             RunError: the checkpoint has no usable pipeline of this rank.
         """
-        late = self._options["width"] != 1 or local_steps_of(self._options) is not None
-        if late and callable(getattr(optimizer.optimizer, "eval", None)):
+        if is_late(self._options) and callable(getattr(optimizer.optimizer, "eval", None)):
             raise UserInputError(
                 "optim must not be schedule-free, except at width=1 without local steps: evaluations change the "
                 f"weights in place; got {type(optimizer.optimizer).__name__}"

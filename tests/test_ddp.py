@@ -684,12 +684,17 @@ def _one_after_the_other(ranks: Ranks) -> tuple[Weights, Weights]:
     model, other = make_model(), make_model()
     ddp_model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
     optimizer, by_hand = make_optimizer("sgd", model), make_optimizer("sgd", other)
-    compress(ddp_model, "int8").close()
+    closed = compress(ddp_model, "int8")
+    closed.close()
     for options in ({"width": 3}, {"codec": "int4"}):
         attached = attach(ddp_model, optimizer, **options)  # type: ignore[arg-type]
+        closed.close()  # once more, which leaves the model to the pipeline that has it
+        refused = refusal(lambda: attach(ddp_model, optimizer))
+        assert refused == "ddp_model must have no communication hook; got one with comm_hook"
         for inputs, targets in batches(ranks.rank, ranks.world_size):
             train(ddp_model, optimizer, (inputs, targets))
         attached.close()
+        closed = attached
         with Pipelined(other, by_hand, ranks=ranks, **options) as pipeline:  # type: ignore[arg-type]
             for inputs, targets in batches(ranks.rank, ranks.world_size):
                 cross_entropy(other(inputs), targets).backward()

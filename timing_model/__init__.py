@@ -70,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: the trainer reads ``timing_model.schedules`` alone."""
+    """Import a public name when it is first asked for: the trainer reads few modules alone."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"timing_model.{home}"), name)

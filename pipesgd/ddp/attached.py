@@ -118,6 +118,11 @@ def local_steps_of(options: dict[str, Any]) -> int | None:
     return 1 if steps is None and asked else steps
 
 
+def is_late(options: dict[str, Any]) -> bool:
+    """Return whether the model holds other weights than the true ones between steps, with these ``options``."""
+    return options["width"] != 1 or local_steps_of(options) is not None
+
+
 def with_clipping(options: dict[str, Any], clipping: dict[str, Any]) -> dict[str, Any]:
     """Return ``options`` of ``attach`` for a loop whose ``clipping`` is known; local steps need not know it."""
     return options | (clipping if local_steps_of(options) is None else {})

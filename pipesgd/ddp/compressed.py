@@ -23,7 +23,7 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import Group
-from pipesgd.ddp.hook import check_model, done, register_comm_hook
+from pipesgd.ddp.hook import BucketHook, check_model, done, register_comm_hook
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite
 from pipesgd.functions import OWN, kind
@@ -134,6 +134,7 @@ class CompressedBuckets:
         self._finite = True
         """False once a mean of this backward pass was not finite, on all ranks alike; unknown without residuals."""
         self._wire_bytes = 0
+        self._of_buckets: BucketHook | None = None
         try:
             self._codec = compiled_codec(options, self._ranks, device.type)
             self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
@@ -183,7 +184,6 @@ class CompressedBuckets:
                 with contextlib.suppress(UserInputError):  # closed before
                     self._thread.submit(self._connections.wait_for_all).result()
         finally:
-            self._of_buckets.is_free = True
             self._end()
 
     def __enter__(self) -> Self:
@@ -198,6 +198,8 @@ class CompressedBuckets:
             self._end()
 
     def _end(self) -> None:
+        if self._of_buckets is not None:
+            self._of_buckets.release(self.take_bucket)
         self._stop_watching()
         self._thread.close(at_the_end=self._connections.close)
 

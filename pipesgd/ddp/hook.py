@@ -174,6 +174,7 @@ class LoopHooks:
             if not is_of_base_class(stepping, sys._getframe()):
                 attached.after_step(stepping, args, kwargs)
 
+        self._take = attached.take_bucket
         self._of_buckets: BucketHook | None = None
         self._handles = [
             optimizer.register_step_pre_hook(before_step),
@@ -182,7 +183,7 @@ class LoopHooks:
         ]
         self._removed = False
         try:
-            self._of_buckets = register_comm_hook(ddp_model, attached.take_bucket)
+            self._of_buckets = register_comm_hook(ddp_model, self._take)
         except BaseException as error:
             self.remove()
             attached.__exit__(type(error), error, None)
@@ -211,7 +212,7 @@ class LoopHooks:
         for handle in self._handles:
             handle.remove()
         if self._of_buckets is not None:
-            self._of_buckets.is_free = True
+            self._of_buckets.release(self._take)
         self._removed = True
 
 
@@ -225,6 +226,10 @@ class BucketHook(Hook):
         """Let ``take`` take the buckets from now on."""
         self._call = take
         self.is_free = False
+
+    def release(self, take: Callable[[GradBucket], Future[Tensor]]) -> None:
+        """Leave the buckets to the next pipeline, unless that takes them already: one may be closed twice."""
+        self.is_free |= self._call == take
 
 
 def register_comm_hook(ddp_model: DistributedDataParallel, take: Callable[[GradBucket], Future[Tensor]]) -> BucketHook:
