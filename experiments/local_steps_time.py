@@ -218,8 +218,8 @@ def runs_until_there(planned: Plan, make: Callable[[list[Planned]], dict[str, Ru
         return runs
     for at in dict.fromkeys(length for _, length in planned):
         there = {one for one, arrival in arrivals(planned, runs, accuracy).items() if arrival.length < at}
-        # Contenders that differ in the all-reduce share their runs.
         wanted = [of_seeds for (one, length), of_seeds in planned.items() if length == at and one not in there]
+        # By words, since contenders that differ in the all-reduce share their runs.
         runs |= make(list({run.words: run for of_seeds in wanted for run in of_seeds}.values()))
     return runs
 

@@ -23,9 +23,10 @@ of the systems' authors.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -74,17 +75,14 @@ def compute(arguments: Namespace, console: Console) -> tuple[list[Row], list[Row
     world_size = QUICK_NODES if arguments.quick else NODES
     cells: dict[tuple[str, str, str], Cell] = {}
     curves: dict[tuple[str, str, int], Curve] = {}
-    failures, arguments = [], copy.copy(arguments)
+    failures: list[str] = []
+    arguments = copy.copy(arguments)
     for workload, one in workloads.items():  # one after the other, so that --finished soon finds a whole one
         own = {key: training for key, training in planned.items() if key[0] == workload}
-        try:
+        with _noted(failures):
             cells |= finished_cells({workload: one}, keys, arguments, console)
-        except RunError as failure:
-            failures.append(str(failure))
-        try:
+        with _noted(failures):
             curves |= accuracy.finished_curves(own, arguments, console, world_size=world_size)
-        except RunError as failure:
-            failures.append(str(failure))
         arguments.fresh = False  # what comes next is added to these
     if failures:
         raise RunError("; ".join(failures))
@@ -98,6 +96,15 @@ def compute(arguments: Namespace, console: Console) -> tuple[list[Row], list[Row
         *(curve for (workload, *_), curve in curves.items() if workload not in incomplete),
     ]
     return rows, pictures.curve_rows(rows, curves), sorted({str(one.commit) for one in made})
+
+
+@contextlib.contextmanager
+def _noted(failures: list[str]) -> Iterator[None]:
+    """Add a ``RunError`` that ends the context to ``failures``."""
+    try:
+        yield
+    except RunError as failure:
+        failures.append(str(failure))
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
