@@ -112,10 +112,15 @@ def ways(steps: Sequence[int]) -> list[Way]:
         found += [Way(LOCAL_STEPS, number, width, codec, windows) for width, codec in both]
         fragments = math.gcd(number, FRAGMENTS)
         if fragments > 1:
-            turns = f"--local-steps {number // fragments} --fragments {fragments}"
-            found += [Way(STREAMING, number, 2, codec, turns, fragments=fragments) for codec in ("fp32", "int4")]
+            found += [streaming(number, fragments, codec) for codec in ("fp32", "int4")]
         found.append(Way(DILOCO, number, 1, "fp32", f"{windows} --outer nesterov"))
     return found
+
+
+def streaming(local_steps: int, fragments: int, codec: str) -> Way:
+    """Return weight streaming at width 2, with this many iterations between two exchanges of a weight."""
+    words = f"--local-steps {local_steps // fragments} --fragments {fragments}"
+    return Way(STREAMING, local_steps, 2, codec, words, fragments=fragments)
 
 
 def plan(workloads: Sequence[str], steps: Sequence[int], seeds: int, *, quick: bool = False) -> list[Planned]:

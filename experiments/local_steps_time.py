@@ -15,15 +15,15 @@ must reach the accuracy of synchronous training after 1404 iterations, the mean 
 - the time of an iteration, on the testbed, in passes in which all ways to train take turns. Each rank has an emulated
   accelerator: a real model that takes at least 75 ms ("at_least"), or a wait of 75 ms ("synthetic").
 
-DiLoCo is width 1, float32 and outer Nesterov; pipesgd is width 2 and int4, also with fragments (weight streaming), and
-these also by an all-to-all, whose two steps pay the latency less often than the ring's six. Its iterations are those
-with the ring, which rounds a sum in every step, and an all-to-all once. H are the iterations between two exchanges of
-a weight. The table also has the share of the communication that was hidden,
-by the reports of the ranks (1 - wait / communication), next to the share that the timing model predicts from a
-calibration without local steps, to which the computation's slowdown by the communication is exposed, too, and the
-fewest local steps of which its planner says that they hide all of it.
-Bytes are those that all ranks together report for an iteration, next to the ring's formula, to the byte; torch does not
-count those of DDP, whose reports are the formula.
+DiLoCo is width 1, float32 and outer Nesterov; pipesgd is width 2 and int4. It also streams the weights, in up to four
+fragments by the ring, or in two, which are nearly equal here, by an all-to-all, whose two steps pay the latency less
+often than the ring's six. Its iterations are those with the ring, which rounds a sum in every step, and an all-to-all
+once. H are the iterations between two exchanges of a weight. The table also has the share of the communication that
+was hidden, by the reports of the ranks (1 - wait / communication), next to the share that the timing model predicts
+from a calibration without local steps, to which the computation's slowdown by the communication is exposed, too, and
+the fewest local steps of which its planner says that they hide all of it. Bytes are those that all ranks together
+report for an iteration, next to the ring's formula, to the byte; torch does not count those of DDP, whose reports are
+the formula.
 
 Finished runs are kept in local_steps_time.runs.json, and finished settings of the testbed in
 local_steps_time.settings.json, in the output folder: the same command makes only those that are missing. The runs take
@@ -50,7 +50,17 @@ from rich.console import Console
 from experiments import command, figures, simulated_runs, style
 from experiments.accuracies import seconds_to
 from experiments.kept_runs import KeptRuns
-from experiments.local_steps_accuracy import DILOCO, LOCAL_STEPS, STEPS, STREAMING, Planned, Way, planned_run, ways
+from experiments.local_steps_accuracy import (
+    DILOCO,
+    LOCAL_STEPS,
+    STEPS,
+    STREAMING,
+    Planned,
+    Way,
+    planned_run,
+    streaming,
+    ways,
+)
 from experiments.paired import median, paired_ratio
 from experiments.results import Panels, Row, code_state, save
 from experiments.simulated_runs import QUICK_ITERATIONS, WORLD_SIZE, Run
@@ -77,7 +87,7 @@ if TYPE_CHECKING:
 
 NAME = "local_steps_time"
 DDP, DDP_FP16, OURS = "DDP", "DDP, fp16", "pipesgd, int4"
-STREAMED, STREAMED_AT_ONCE = f"{OURS}, fragments", f"{OURS}, fragments, all-to-all"
+STREAMED, STREAMED_AT_ONCE = f"{OURS}, fragments", f"{OURS}, 2 fragments, all-to-all"
 LOOKS = {
     DDP: "ddp",
     DDP_FP16: "ddp fp16",
@@ -153,8 +163,8 @@ def contenders(steps: Sequence[int]) -> list[Contender]:
             found.append(Contender(OURS, way, way.options))
         elif (way.method, way.codec) == (STREAMING, "int4"):
             found.append(Contender(STREAMED, way, way.options))
-            at_once = "all-to-all"
-            found.append(Contender(STREAMED_AT_ONCE, way, f"{way.options} --all-reduce {at_once}", at_once))
+            two, at_once = streaming(way.local_steps, 2, way.codec), "all-to-all"
+            found.append(Contender(STREAMED_AT_ONCE, two, f"{two.options} --all-reduce {at_once}", at_once))
     return found
 
 

@@ -133,9 +133,7 @@ def test_every_run_is_evaluated_at_the_ends_of_windows_of_all_lengths() -> None:
     assert QUICK_EVALUATE % STEPS[0] == 0
     planned = plan(ALL, 2)
     words = [run.words for of_seeds in planned.values() for run in of_seeds]
-    with_own_runs = [one for one in ALL if one.name != STREAMED_AT_ONCE]
-    assert len(set(words)) == 2 * len(LENGTHS) * len(with_own_runs)
-    assert len(words) == 2 * len(LENGTHS) * len(ALL)
+    assert len(set(words)) == len(words) == 2 * len(LENGTHS) * len(ALL)
     for (one, length), of_seeds in planned.items():
         for seed, run in enumerate(of_seeds):
             config = parse_training(shlex.split(run.words))
@@ -234,12 +232,26 @@ def test_no_longer_runs_are_made_of_a_contender_that_is_there() -> None:
             lengths.setdefault(run.words, (one.name, one.way.local_steps, at))
     first, *rest = [{lengths[words] for words in call} for call in calls]
     assert first == {(DDP, 1, 1.0)}
-    every = {(one.name, one.way.local_steps) for one in ALL if one.name != STREAMED_AT_ONCE}
-    assert all(len(call) == len(set(call)) for call in calls), "it shares the runs of the ring"
-    never = {(DILOCO, 4), (DILOCO, 8), (STREAMED, 4)}
+    every = {(one.name, one.way.local_steps) for one in ALL}
+    never = {(DILOCO, 4), (DILOCO, 8), (STREAMED, 4), (STREAMED_AT_ONCE, 4)}
     assert [{one[:2] for one in call} for call in rest] == [every if length <= 1.0 else never for length in LENGTHS]
     assert [{one[2] for one in call} for call in rest] == [{length} for length in LENGTHS]
     assert arrivals(planned, found, ACCURACY) == arrivals(planned, known, ACCURACY)
+
+
+def test_a_run_that_two_contenders_share_is_made_once() -> None:
+    planned = plan(contenders([2]), 1)
+    fragments = [run.words for (one, _), [run] in planned.items() if one.name in (STREAMED, STREAMED_AT_ONCE)]
+    assert len(fragments) == 2 * len(set(fragments)) == 2 * len(LENGTHS)
+    calls: list[list[str]] = []
+
+    def make(wanted: list[Planned]) -> dict[str, Run]:
+        calls.append([run.words for run in wanted])
+        return {words: ran(None) for words in calls[-1]}
+
+    runs_until_there(planned, make)
+    assert all(len(call) == len(set(call)) for call in calls)
+    assert set(fragments) <= set(itertools.chain.from_iterable(calls))
 
 
 def test_without_synchronous_training_nothing_else_is_looked_for() -> None:
