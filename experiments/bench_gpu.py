@@ -99,13 +99,14 @@ def make_loops(model: nn.Module, ranks: Ranks, contenders: Sequence[str]) -> dic
     """Return the loops of these contenders, each with a copy of ``model``. Collective."""
 
     def with_hook() -> Loop:
-        ddp_model = DistributedDataParallel(copy.deepcopy(model))
+        ddp_model = DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
         ddp_model.register_comm_hook(distributed.group.WORLD, fp16_compress_hook)
         return Plain(ddp_model)
 
     made: dict[str, Callable[[], Loop]] = {
         ALONE: lambda: Plain(copy.deepcopy(model)),
-        DDP: lambda: Plain(DistributedDataParallel(copy.deepcopy(model))),
+        # Without broadcasts of the batch normalization's buffers, which pipelines do not send either.
+        DDP: lambda: Plain(DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)),
         DDP_FP16: with_hook,
         **{name: partial(Piped, copy.deepcopy(model), ranks, **options) for name, options in PIPELINES.items()},
     }

@@ -9,8 +9,8 @@ alone, or of a layer and all after it. Four ranks are simulated exactly in one p
 ``pipesgd.train`` has no option for it: there, all layers are late.
 
 A training at width 2 is as good as a synchronous one if its mean loss is at most 1 % higher, or its mean accuracy at
-most 0.3 points lower, as in experiments.staleness. Finished runs are kept in lateness.runs.json in the output folder:
-the same command makes only those that are missing. All runs take an hour and a half of two cores.
+most 0.3 points lower (experiments.staleness has tighter bounds). Finished runs are kept in lateness.runs.json in the
+output folder: the same command makes only those that are missing. All runs take an hour and a half of two cores.
 """
 
 from __future__ import annotations

@@ -102,7 +102,9 @@ def interquartile_range(seconds: Sequence[float] | Seconds) -> float:
 def paired_ratio(seconds: Sequence[float] | Seconds, baseline: Sequence[float] | Seconds) -> Ratio:
     """Return the median over rounds of ``seconds / baseline``, with a percentile bootstrap interval.
 
-    Rounds are resampled with replacement, from a fixed seed. Raises ``ValueError`` unless both have equally many.
+    With fewer than six rounds, that is the range of the ratios, which holds the median of all possible rounds less
+    often than in 95 of 100 cases: with five rounds in 94, with three in 75. Rounds are resampled with replacement, from
+    a fixed seed. Raises ``ValueError`` unless both have equally many.
     """
     times, against = np.asarray(seconds, float), np.asarray(baseline, float)
     if times.shape != against.shape or times.ndim != 1 or not times.size:
