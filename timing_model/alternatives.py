@@ -84,9 +84,7 @@ def hiding(choice: Choice, width: int) -> int | None:
     """Return the smallest factor on the micro-batches with which a pipeline of this width hides the communication of
     ``choice`` behind the computation; None if it is above ``most_accumulation``."""
     job = dataclasses.replace(choice.job, width=width)
-    times = times_of(job, costs_of(job))
-    if choice.job.loader_workers == 0:
-        times = times.loading_itself()
+    times = times_of(job, costs_of(job)).with_workers(job.loader_workers)
     for factor in range(1, most_accumulation(job) + 1):
         more = dataclasses.replace(times, forward=factor * times.forward, backward=factor * times.backward)
         if more.hides(choice.collective.total):
@@ -97,15 +95,12 @@ def hiding(choice: Choice, width: int) -> int | None:
 def hiding_steps(choice: Choice) -> int | None:
     """Return the fewest local steps with which a pipeline of width 2 hides the communication of ``choice`` behind the
     computation; None if they are above ``MOST_LOCAL_STEPS``."""
-    times = costs_of(_with_local_steps(choice.job, MOST_LOCAL_STEPS)).times
-    if choice.job.loader_workers == 0:
-        times = times.loading_itself()
-    steps = range(2, MOST_LOCAL_STEPS + 1)
-    return next((one for one in steps if times.window(one).hides(choice.collective.total)), None)
+    return hiding_windows(_before_windows(choice.job), 1)
 
 
-def _with_local_steps(job: Job, steps: int) -> Job:
-    return dataclasses.replace(job, width=2, accumulation=1, buckets="1", local_steps=steps)
+def _before_windows(job: Job) -> Job:
+    """Return the job as a pipeline that can have windows: of width 2, without accumulation and buckets."""
+    return dataclasses.replace(job, width=2, accumulation=1, buckets="1")
 
 
 def local_steps_cost(between: int, fragments: int) -> float | None:
@@ -162,16 +157,11 @@ class _Windows(NamedTuple):
 
 def _hiding_windows(choice: Choice) -> list[_Windows]:
     """Return the fewest local steps that hide the communication of ``choice``: of whole weights, and by fragments."""
-    found, base = [], _with_local_steps(choice.job, 1)
-    if (steps := hiding_steps(choice)) is not None:
-        found.append(_Windows(_with_local_steps(choice.job, steps), 1))
+    job = _before_windows(choice.job)
     # Codecs that gather compress a movement as a whole.
-    most = 1 if base.gathered else min(MOST_FRAGMENTS, len(base.compute.tensors))
-    for fragments in range(2, most + 1):
-        steps = hiding_windows(base, fragments)
-        if steps is not None:
-            found.append(_Windows(in_windows(base, steps, fragments), fragments))
-    return found
+    most = 1 if job.gathered else min(MOST_FRAGMENTS, len(job.compute.tensors))
+    fewest = {fragments: hiding_windows(job, fragments) for fragments in range(1, most + 1)}
+    return [_Windows(in_windows(job, one, number), number) for number, one in fewest.items() if one is not None]
 
 
 def epochs(job: Job, space: Space, extrapolate: bool = False) -> list[Epoch]:

@@ -11,6 +11,7 @@ from timing_model.buckets import Cut
 from timing_model.costs import costs_of, iteration_time
 from timing_model.iteration import IterationTime
 from timing_model.job import Job
+from timing_model.params import ComputeTimes
 from timing_model.predict import Answer, predict
 
 MOST_LOCAL_STEPS = 500
@@ -92,7 +93,8 @@ def hiding_fragments(job: Job, local_steps: int) -> int | None:
     smallest: float = math.inf
     for fragments in range(1, len(job.compute.tensors) + 1):
         windows = in_windows(job, local_steps, fragments)
-        if windows.compute.numel < smallest and _hides(windows):
+        times, exchange = _times_of(windows)
+        if windows.compute.numel < smallest and times.window(local_steps).hides(exchange):
             return fragments
         smallest = min(smallest, windows.compute.numel)
     return None
@@ -100,15 +102,16 @@ def hiding_fragments(job: Job, local_steps: int) -> int | None:
 
 def hiding_windows(job: Job, fragments: int) -> int | None:
     """Return the fewest local steps of a window that hides the exchange of the largest of the ``fragments``, in a
-    pipeline; None if they are above ``MOST_LOCAL_STEPS``.
+    pipeline; None if they are above ``MOST_LOCAL_STEPS``. With whole weights there are at least 2 of them.
 
     Raises ``ValueError`` if there are fewer parameters than fragments.
     """
-    steps = range(1, MOST_LOCAL_STEPS + 1)
-    return next((one for one in steps if _hides(in_windows(job, one, fragments))), None)
+    times, exchange = _times_of(in_windows(job, 2, fragments))  # those of longer windows are the same
+    steps = range(2 if fragments == 1 else 1, MOST_LOCAL_STEPS + 1)
+    return next((one for one in steps if times.window(one).hides(exchange)), None)
 
 
-def _hides(windows: Job) -> bool:
+def _times_of(windows: Job) -> tuple[ComputeTimes, float]:
+    """Return the times of an iteration, and that of an exchange, in s."""
     costs = costs_of(windows)
-    times = costs.times if windows.loader_workers else costs.times.loading_itself()
-    return times.window(windows.local_steps).hides(iteration_time(windows, costs)[1].total)
+    return costs.times.with_workers(windows.loader_workers), iteration_time(windows, costs)[1].total

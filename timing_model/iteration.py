@@ -159,7 +159,7 @@ def loaded(times: ComputeTimes, workers: int, cores_used: float) -> tuple[Comput
     if times.loading == 0:
         return times, 0.0
     if workers == 0:
-        return times.loading_itself(), 0.0
+        return times.with_workers(0), 0.0
     return times, max(times.loading / workers, cores_used * (times.total + times.loading))
 
 

@@ -121,9 +121,9 @@ class ComputeTimes:
             outer_update=0.0,
         )
 
-    def loading_itself(self) -> ComputeTimes:
-        """Return the times of a rank that loads each batch before its forward pass, without any loader worker."""
-        return dataclasses.replace(self, forward=self.forward + self.loading, loading=0.0)
+    def with_workers(self, workers: int) -> ComputeTimes:
+        """Return the times with this many loader workers: without any, the rank loads before its forward pass."""
+        return self if workers else dataclasses.replace(self, forward=self.forward + self.loading, loading=0.0)
 
     def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
         r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.

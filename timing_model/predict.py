@@ -231,8 +231,7 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
 def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: CollectiveTime) -> float:
     if job.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
         return iteration.total
-    times = times_of(job, costs)
-    times = times if job.loader_workers else times.loading_itself()
+    times = times_of(job, costs).with_workers(job.loader_workers)
     t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total)
     window = lasting_period(t_compute, t_comm, job.width, job.workers, job.noise)
     return max(iteration.total, window / job.local_steps)

@@ -209,6 +209,14 @@ def test_the_fewest_local_steps_that_hide_are_the_ratio_of_communication_and_com
         assert totals[1] == pytest.approx(1.0)
 
 
+def test_a_movement_is_exchanged_whole_where_gradients_are_cut() -> None:
+    """The latencies of four buckets, 1.2 s, would need another local step, and those of one are 0.3 s."""
+    space = dataclasses.replace(SPACE, buckets=("4",))
+    choice = plan(job_of(20.5, alpha=0.05, tensors=(NUMEL // 4,) * 4), space).best
+    assert choice.collective.total == pytest.approx(21.7)
+    assert hiding_steps(choice) == 21
+
+
 def test_local_steps_are_mentioned_where_no_codec_hides_with_what_they_cost() -> None:
     [said] = said_of_local_steps(20.5, space={"segments": (1 << 20,)})
     assert said == (
