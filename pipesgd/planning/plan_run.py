@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
     from timing_model.cluster_profile import Profile
     from timing_model.measured import MeasuredIteration
-    from timing_model.params import Parts
 
 CALIBRATION_SECONDS = 4.0
 """Approximate seconds of a calibration before training: an audition corrects what it gets wrong."""
@@ -87,7 +86,8 @@ def plan_run(
         )
         return config.with_choices({}), None, None
 
-    from pipesgd.planning.choose import of_file  # here and below: a run that plans nothing does not load the model
+    # Here and below, since a run that plans nothing does not load the timing model.
+    from pipesgd.planning.choose import decide, of_file
     from pipesgd.planning.parts import parts_of_run
 
     tensors = [one.numel() for one in model.parameters() if one.requires_grad]
@@ -101,25 +101,6 @@ def plan_run(
         source = f"a calibration of {CALIBRATION_SECONDS:.0f} s"
 
     parts = parts_of_run(config, ranks, model, batches)
-    config, planned = agree_on_plan(
-        config, ranks, found, console, parts=parts, iterations=iterations, source=source, own=not given
-    )
-    return config, planned, found
-
-
-def agree_on_plan(
-    config: TrainConfig,
-    ranks: Ranks,
-    found: Known | None,
-    console: Console,
-    *,
-    parts: Sequence[Parts],
-    iterations: int,
-    source: str,
-    own: bool,
-) -> tuple[TrainConfig, Planned]:
-    """Return rank 0's decision from what it has ``found``, with nothing left to choose, and report it. Collective."""
-    from pipesgd.planning.choose import decide
 
     def decide_on_rank_0() -> dict[str, Any] | None:
         if found is None:
@@ -131,14 +112,14 @@ def agree_on_plan(
             world_size=ranks.world_size,
             iterations=iterations,
             source=source,
-            own=own,
+            own=not given,
         )
         return decided.as_json()
 
     agreed = ranks.all_gather_object("plan", ranks.raise_together("planning", decide_on_rank_0))[0]
     planned = Planned.from_json(agreed)
     say(console, *planned.lines())
-    return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned
+    return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned, found
 
 
 def save_cluster(profile: Profile, path: Path) -> None:
