@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -113,17 +113,23 @@ class Strategy(Protocol):
         """Take over the gradients and apply those that are due."""
 
     def flush(self) -> StepReport:
-        """Apply the gradients that are still in flight, so that none is lost."""
+        """Apply the gradients that are still in flight, so that none is lost; by default there never are any."""
+        return StepReport()
 
     def true_weights(self) -> AbstractContextManager[None]:
-        """Make the model hold the weights that all ranks agree on while the context is open."""
+        """Make the model hold the weights that all ranks agree on while the context is open; by default it does."""
+        return nullcontext()
 
     def share_weights(self) -> None:
         """Give all ranks rank 0's true weights, if replicas drift. Collective then; by default does nothing."""
         return
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Let backward passes add to this rank's gradients, without any exchange, while the context is open."""
+        """Let backward passes add to this rank's gradients, without any exchange, while the context is open.
+
+        By default gradients are sent only in ``step``.
+        """
+        return nullcontext()
 
     def combine_buffers(self, how: str) -> None:
         """Set the model's buffers (batch norm's statistics) on every rank to their "average" over ranks or to those of

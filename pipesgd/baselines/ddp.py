@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -110,15 +110,6 @@ class Ddp(Strategy):
         self.iteration += 1
         report = self._update.apply(iteration)
         return dataclasses.replace(report, spans=(communication, wait, *report.spans), wire_bytes=wire_bytes)
-
-    def flush(self) -> StepReport:
-        """Do nothing, since no gradient is in flight between two steps."""
-        return StepReport()
-
-    @contextlib.contextmanager
-    def true_weights(self) -> Iterator[None]:
-        """Do nothing, since the model always holds the true weights."""
-        yield
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Let torch add gradients up and send nothing while the context is open."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,19 +43,6 @@ class Local(Strategy):
         iteration = self.iteration
         self.iteration += 1
         return self._update.apply(iteration)
-
-    def flush(self) -> StepReport:
-        """Do nothing, since no gradient is ever in flight."""
-        return StepReport()
-
-    @contextlib.contextmanager
-    def true_weights(self) -> Iterator[None]:
-        """Do nothing, since the model always holds this rank's own weights, and there are no others."""
-        yield
-
-    def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Return an empty context, since gradients are never exchanged."""
-        return contextlib.nullcontext()
 
     def combine_buffers(self, how: str) -> None:
         """Leave the buffers this rank's own."""

@@ -419,10 +419,6 @@ class LocalSteps(Strategy):
         """Give all ranks rank 0's outer weights, if replicas drift. Collective."""
         self._pipeline.share_weights()
 
-    def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Return an empty context: backward passes before a ``step`` add up."""
-        return contextlib.nullcontext()
-
     def combine_buffers(self, how: str = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self._pipeline.combine_buffers(how)

@@ -244,10 +244,6 @@ class ParameterServers(Strategy):
             elif own is not None:
                 own.copy_to(self._values)
 
-    def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Return an empty context, since gradients are sent only in ``step``."""
-        return contextlib.nullcontext()
-
     def combine_buffers(self, how: str) -> None:
         """Set floating-point buffers to their average over workers or to rank 0's values, or leave them. Collective."""
         workers = self._workers
