@@ -283,9 +283,9 @@ def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
 
 
 def _current_name(option: str) -> str:
-    """Return ``option``, "--name", as this version spells it."""
-    name = option.removeprefix("--").replace("_", "-")
-    return f"--{FORMER_NAMES.get(name, name)}"
+    """Return the name of ``option``, "--name", as this version spells it."""
+    name = dashed(option[2:])
+    return FORMER_NAMES.get(name, name)
 
 
 def _with_current_names(argv: list[str], defaults: dict[str, Any]) -> list[str]:
@@ -297,11 +297,10 @@ def _with_current_names(argv: list[str], defaults: dict[str, Any]) -> list[str]:
     for argument in argv:
         option, equals, value = argument.partition("=")
         if option.startswith("--"):
-            now = _current_name(option)
-            name = now[2:]
-            if now != "--" + option[2:].replace("_", "-") and name in defaults:
-                _hint(option, now)
-                option = now
+            name = _current_name(option)
+            if name != dashed(option[2:]) and name in defaults:
+                _hint(option, f"--{name}")
+                option = f"--{name}"
             argument = option + equals + _current_value(name, value)
         else:
             argument = _current_value(name, argument)
@@ -326,7 +325,7 @@ def _check_names(argv: list[str], defaults: dict[str, Any]) -> None:
         if "\0" in argument:
             raise UserInputError(f"options must not hold a NUL character; got {argument!r}")
     known = [*defaults, "help", "help-all", "version"]
-    names = [argument[2:].partition("=")[0].replace("_", "-") for argument in argv if argument.startswith("--")]
+    names = [dashed(argument[2:].partition("=")[0]) for argument in argv if argument.startswith("--")]
     for name in names:
         if name not in known:
             raise UserInputError(
@@ -368,7 +367,7 @@ def _take_autos(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
     while queue:
         argument = queue.popleft()
         name, equals, value = argument.partition("=")
-        name = name[2:].replace("_", "-") if name.startswith("--") else ""
+        name = dashed(name[2:]) if name.startswith("--") else ""
         if name in AUTO_OPTIONS and (equals or queue):
             value = value if equals else queue[0]
             if value == AUTO:
@@ -394,7 +393,7 @@ def _value_of(option: str, argv: list[str]) -> str | None:
     """Return the first argument after this option; None if the option is not given."""
     for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         name, equals, value = argument.partition("=")
-        if name.startswith("--") and name[2:].replace("_", "-") == option:
+        if name.startswith("--") and dashed(name[2:]) == option:
             return value if equals else following
     return None
 
