@@ -86,6 +86,15 @@ def run_ranks(
         return [value for _, value in answers]
 
 
+def error_of(function: Callable[..., object], *args: Any, **options: Any) -> str:
+    """Return the kind and the text of the error that a call raises, which a test compares; "no error" without one."""
+    try:
+        function(*args, **options)
+    except Exception as error:  # noqa: BLE001 (the test compares it)
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def _answer(pipe: Connection, end: float) -> tuple[str, Any]:
     if not pipe.poll(max(0.0, end - time.monotonic())):
         return "silent", "no answer within the deadline; its stacks are on stderr"

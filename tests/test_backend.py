@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from _ranks import TIMEOUT, run_ranks
+from _ranks import TIMEOUT, error_of, run_ranks
 from _runs import run_example
 from conftest import REPOSITORY
 from torch import Tensor, nn
@@ -480,11 +480,7 @@ def _refused(ranks: Ranks, options: list[Any]) -> str:
     mine = options[ranks.rank]
     if isinstance(mine, str):
         os.environ["PIPESGD_CODEC"], mine = mine, None
-    try:
-        join(ranks, mine)
-    except UserInputError as failure:
-        return f"{type(failure).__name__}: {failure}"
-    raise AssertionError("nothing was refused")
+    return error_of(join, ranks, mine)
 
 
 @pytest.mark.slow

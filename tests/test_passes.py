@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from _ranks import run_ranks
+from _ranks import error_of, run_ranks
 from _reference import pipe_sgd
 from _runs import run_example
 from _small_problem import Batch, assert_same_weights, regress
@@ -181,14 +181,6 @@ def _train(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def _said(function: Callable[..., Any], *args: Any) -> str:
-    try:
-        function(*args)
-    except Exception as error:  # noqa: BLE001 (the test compares it)
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
     path = folder / f"rank-{ranks.rank}.toml"
     path.write_text(Case("portions").plan, encoding="utf-8")
@@ -208,12 +200,12 @@ def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
             pipeline.step()
 
     return {
-        "one pipeline": _said(train_by_one_pipeline),
-        "disagree": _said(attempt, *([6, 6] if ranks.rank % 2 else [4, 4])),
-        "rows": _said(attempt, 4, 3),
-        "portions": _said(attempt, 5, 5),
-        "no backward": _said(attempt, 4, 4),
-        "left": _said(attempt, 4, 4),
+        "one pipeline": error_of(train_by_one_pipeline),
+        "disagree": error_of(attempt, *([6, 6] if ranks.rank % 2 else [4, 4])),
+        "rows": error_of(attempt, 4, 3),
+        "portions": error_of(attempt, 5, 5),
+        "no backward": error_of(attempt, 4, 4),
+        "left": error_of(attempt, 4, 4),
     }
 
 
@@ -232,7 +224,7 @@ def _leave(ranks: Ranks, folder: Path) -> dict[str, list[str]]:
         def take(passes: Passes) -> None:
             list(passes(torch.ones(SAMPLES, FEATURES)))
 
-        said[who] = [_said(take, passes), _said(take, split_layers(linears(), mesh, path))]
+        said[who] = [error_of(take, passes), error_of(take, split_layers(linears(), mesh, path))]
     return said
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import run_ranks
+from _ranks import error_of, run_ranks
 from _small_problem import regress, small_problem
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,14 +121,6 @@ def test_ranks_outside_of_a_group_need_not_take_part() -> None:
     assert outside is None
 
 
-def attempt(run: Callable[[], object]) -> str:
-    try:
-        run()
-    except Exception as error:  # noqa: BLE001 (the test compares it)
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def _wrong_ways(ranks: Ranks) -> list[str]:
     group, model = own_group(), nn.Linear(4, 2)
     rank = dist.get_rank(group)
@@ -165,7 +157,7 @@ def _wrong_ways(ranks: Ranks) -> list[str]:
     ways: list[Callable[[], object]] = [lambda: make(width=2 + rank), out_of_step, not_finite, absent, late]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of gradients that an error has dropped
-        return [attempt(way) for way in ways]
+        return [error_of(way) for way in ways]
 
 
 def test_messages_name_ranks_by_their_numbers_in_the_job() -> None:
@@ -197,10 +189,10 @@ def _refused(ranks: Ranks) -> list[str]:
     ranks.all_gather_object("groups", None)  # a group that one rank destroys must exist on the other one
     dist.destroy_process_group(other)
     return [
-        attempt(lambda: make(group)),
-        attempt(lambda: make("group 3")),
-        attempt(lambda: make(other)),
-        attempt(lambda: make(group, ranks=ranks)),
+        error_of(make, group),
+        error_of(make, "group 3"),
+        error_of(make, other),
+        error_of(make, group, ranks=ranks),
     ]
 
 

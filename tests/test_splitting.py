@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from _ranks import run_ranks
+from _ranks import error_of, run_ranks
 from _reference import pipe_sgd
 from _small_problem import Batch, assert_same_weights, regress
 from torch import Tensor, nn
@@ -166,14 +166,6 @@ def _train(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "hashes": hashes, "weights": whole(model), "own": own}
 
 
-def _said(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    try:
-        function(*args, **options)
-    except Exception as error:  # noqa: BLE001 (the test compares it)
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
     mesh = mesh_of((2, 1, 2))
     inside, plan = mesh["inside"], folder / "gathered.toml"
@@ -182,13 +174,13 @@ def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
         own.write_text(PLANS["towers" if ranks.rank == 1 else "gathered"], encoding="utf-8")
     of_island.write_text(f"devices = {[[0, 1], [1, 0]][ranks.rank // 2]}\n{PLANS['gathered']}", encoding="utf-8")
     said = {
-        "no mesh": _said(split_layers, convnet(), "inside", plan),
-        "whole mesh": _said(split_layers, convnet(), mesh, plan),
-        "plan": _said(split_layers, convnet(), inside, own).replace(f"{folder}/", ""),
+        "no mesh": error_of(split_layers, convnet(), "inside", plan),
+        "whole mesh": error_of(split_layers, convnet(), mesh, plan),
+        "plan": error_of(split_layers, convnet(), inside, own).replace(f"{folder}/", ""),
     }
     model = convnet()
     fully_shard(model, mesh=inside)
-    said["split"] = _said(split_layers, model, inside, plan)
+    said["split"] = error_of(split_layers, model, inside, plan)
     ranks.all_gather_object("plans are written", None)
     for number in range(2):
         model = convnet()
@@ -196,10 +188,10 @@ def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         with Pipelined(model, optimizer, mesh=mesh) as pipeline:
             file = ShardFile(folder, pipeline, optimizer)
-            said["parts"] = _said(file.load if number else file.save).replace(f"{folder}/", "")
+            said["parts"] = error_of(file.load if number else file.save).replace(f"{folder}/", "")
     model = convnet()
     split_layers(model, inside, of_island)
-    return said | {"order": _said(Pipelined, model, OPTIMIZERS["adamw"](model.parameters()), mesh=mesh)}
+    return said | {"order": error_of(Pipelined, model, OPTIMIZERS["adamw"](model.parameters()), mesh=mesh)}
 
 
 MEMORY: list[tuple[str, dict[str, Any], int]] = [

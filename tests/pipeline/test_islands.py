@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from _ranks import run_ranks
+from _ranks import error_of, run_ranks
 from _reference import pipe_sgd
 from _small_problem import Batch, assert_same_weights, clip_by_torch, falling_lr, regress, small_problem
 from torch import Tensor, nn
@@ -493,11 +493,7 @@ def _refused(ranks: Ranks) -> list[str]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         if inside is not None:
             fully_shard(model, mesh=inside)
-        try:
-            Pipelined(model, make(model.parameters()), mesh=given, **options)
-        except Exception as error:  # noqa: BLE001 (the test compares it)
-            return f"{type(error).__name__}: {error}"
-        return "no error"
+        return error_of(Pipelined, model, make(model.parameters()), mesh=given, **options)
 
     def muon(parameters: Any) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in parameters if parameter.ndim == 2]
@@ -556,11 +552,7 @@ def _outside(ranks: Ranks) -> str:
     model.weight = parameter
     if ranks.rank < 2:
         return ""
-    try:
-        Pipelined(model, OPTIMIZERS["sgd"](model.parameters()), mesh=mesh)
-    except Exception as error:  # noqa: BLE001 (the test compares it)
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(Pipelined, model, OPTIMIZERS["sgd"](model.parameters()), mesh=mesh)
 
 
 def test_a_mesh_that_leaves_a_rank_over_is_refused_there() -> None:
