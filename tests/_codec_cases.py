@@ -1,4 +1,4 @@
-"""Strategies that draw codecs and values, and one function for each operation of a codec, for tests."""
+"""Strategies that draw codecs and values, an own codec, and functions for the operations of codecs, for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipesgd.codecs.base import Codec
+from pipesgd.codecs.base import Codec, OwnCodec
 from pipesgd.codecs.blocks import Int4, Int8, Qsgd, Sign, Ternary
 from pipesgd.codecs.floats import Bf16, Fp16, Truncate16
 
@@ -19,6 +19,19 @@ SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 2.0**-126, -(2.0**-101), 2.0**-100, LARGEST
 BLOCKS = (1, 2, 3, 7, 8, 9, 32, 33, 64, 1025)
 
 FLOATS: tuple[Callable[[], Codec], ...] = (Truncate16, Bf16, Fp16)
+
+
+class Half(OwnCodec):
+    """A codec of the user's own: values as bfloat16."""
+
+    def wire_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def compress(self, values: Tensor, wire: Tensor, key: int) -> None:
+        wire.view(torch.bfloat16).copy_(values)
+
+    def decompress(self, wire: Tensor, values: Tensor) -> None:
+        values.copy_(wire.view(torch.bfloat16))
 
 
 @st.composite
@@ -52,13 +65,13 @@ def floats32(draw: st.DrawFn, numel: int) -> Tensor:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *counts: int, **which: Any) -> tuple[Any, ...]:
-    """Draw a codec, a key, and some tensors of one awkward size."""
+def cases(draw: st.DrawFn, count: int = 1, **which: Any) -> tuple[Any, ...]:
+    """Draw a codec, a key, and ``count`` tensors of one awkward size."""
     codec = draw(codecs(**which))
     block = codec.block
     numel = draw(st.sampled_from([0, 1, block - 1, block, block + 1, 2 * block + 3, 4 * block]) | st.integers(0, 150))
     key = draw(st.integers(0, 2**32 - 1))
-    return codec, key, *(draw(floats32(numel)) for _ in range(counts[0] if counts else 1))
+    return codec, key, *(draw(floats32(numel)) for _ in range(count))
 
 
 def encoded(codec: Codec, values: Tensor, key: int = 0, residual: Tensor | None = None) -> Tensor:

@@ -38,24 +38,24 @@ class MemoryTransport:
         self.bytes_received = 0
         self._network = network
 
-    def send(self, tensor: Tensor, peer: int, what: str) -> _Pending:
+    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
         self.bytes_sent += tensor.nbytes
         self._network.log.append((self.rank, peer, tensor.nbytes, what))
         self._network.wires[self.rank, peer].put(tensor.clone())
-        return _Pending(lambda: None)
+        return Pending(lambda: None)
 
-    def receive(self, tensor: Tensor, peer: int, what: str) -> _Pending:
+    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
         def take() -> None:
             message = self._network.wires[peer, self.rank].get(timeout=DEADLINE)
             assert message.shape == tensor.shape, (what, message.shape, tensor.shape)
             tensor.copy_(message)
             self.bytes_received += message.nbytes
 
-        return _Pending(take)
+        return Pending(take)
 
 
 @dataclass
-class _Pending:
+class Pending:
     wait: Callable[[], None]
 
 

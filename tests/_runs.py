@@ -90,6 +90,11 @@ def summary(output: Path) -> dict[str, Any]:
     return result
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files in a folder, by their paths in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def succeed(world_size: int, words: str, output: Path, restart_count: int = 0) -> dict[str, Any]:
     results = run(world_size, words, output, restart_count)
     assert [error for error, _, _ in results] == [""] * world_size

@@ -8,10 +8,9 @@ programs. The record, and thus the time, does not depend on the order in which t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from _memory_transport import MemoryTransport, run_threads
+from _memory_transport import MemoryTransport, Pending, run_threads
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec
@@ -33,7 +32,7 @@ class RecordingTransport:
         self._transport = transport
         self._posted = posted
 
-    def send(self, tensor: Tensor, peer: int, what: str) -> _Pending:
+    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
         pending = self._transport.send(tensor, peer, what)
         memory = tensor.data_ptr()
         sends = ((peer, tensor.nbytes),)
@@ -46,9 +45,9 @@ class RecordingTransport:
             pending.wait()
             self.tasks.append(Task(memory=memory))
 
-        return _Pending(wait)
+        return Pending(wait)
 
-    def receive(self, tensor: Tensor, peer: int, what: str) -> _Pending:
+    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
         pending = self._transport.receive(tensor, peer, what)
         if self._posted:
             self.tasks.append(Task(posts=(peer,)))
@@ -57,12 +56,7 @@ class RecordingTransport:
             pending.wait()
             self.tasks.append(Task(source=peer))
 
-        return _Pending(wait)
-
-
-@dataclass
-class _Pending:
-    wait: Callable[[], None]
+        return Pending(wait)
 
 
 class TimedCodec:

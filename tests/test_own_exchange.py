@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from _codec_cases import Half
 from _ranks import run_ranks
 from _runs import EXAMPLES, command_in, program_of, run_in, shown_programs, succeed_as_told, succeed_in, summary
 from conftest import REPOSITORY
@@ -20,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import pipesgd.backend
 import pipesgd.ddp
 from pipesgd import Pipelined
-from pipesgd.codecs.base import OwnCodec
 from pipesgd.ranks import Ranks
 from timing_model.schedules import Schedule, ring
 
@@ -184,19 +184,6 @@ def test_what_does_not_work_is_refused_before_anything_is_written(
 # ---------------------------------------------------------------- in programs
 
 
-class Bf16(OwnCodec):
-    """Values as bfloat16."""
-
-    def wire_bytes(self, numel: int) -> int:
-        return 2 * numel
-
-    def compress(self, values: Tensor, wire: Tensor, key: int) -> None:
-        wire.view(torch.bfloat16).copy_(values)
-
-    def decompress(self, wire: Tensor, values: Tensor) -> None:
-        values.copy_(wire.view(torch.bfloat16))
-
-
 def my_ring(rank: int, world_size: int) -> Schedule:
     return ring(rank, world_size)
 
@@ -231,7 +218,7 @@ def _doors(ranks: Ranks, codec: Any, all_reduce: Any) -> list[Tensor]:
 
 
 def test_programs_take_a_codec_as_an_object_and_an_all_reduce_as_a_function() -> None:
-    own, built_in = (run_ranks(3, _doors, *which) for which in ((Bf16(), my_ring), ("bf16", "ring")))
+    own, built_in = (run_ranks(3, _doors, *which) for which in ((Half(), my_ring), ("bf16", "ring")))
     for of_rank in (*own, *built_in):
         assert all(torch.equal(one, other) for one, other in zip(of_rank, own[0], strict=True))
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
-from _runs import EXAMPLES, run, succeed, succeed_as_told, summary, train_as_a_rank
+from _runs import EXAMPLES, contents, run, succeed, succeed_as_told, summary, train_as_a_rank
 from _waiting import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -466,10 +466,6 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning_and_says_so(tmp_p
     assert "no checkpoint yet: starting from the beginning" in results[0][1]
     assert "holds only iterations that are run again; it is kept as metrics.jsonl.aside-1" in results[0][2]
     assert (tmp_path / "metrics.jsonl.aside-1").read_bytes() == before["metrics.jsonl"]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_another_run_is_not_touched_unless_asked_to(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from _differences import Differences
 from _ranks import RankFailed, run_ranks
 from _reference import pipe_sgd
+from _small_problem import falling_lr
 from torch import Tensor, nn
 
 from pipesgd.baselines.parameter_server.strategy import ParameterServers
@@ -107,10 +108,6 @@ def start(
         return strategy
     strategy.serve()
     return None
-
-
-def falling_lr(iteration: int) -> float:
-    return 0.03 / (1 + iteration)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from _all_reduces import ALGORITHMS
+from _codec_cases import Half
 from _memory_transport import MemoryTransport, run_threads
 from torch import Tensor
 
@@ -17,19 +18,6 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import OwnCodecOptions, codec_options, try_codec
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import UserInputError
-
-
-class Half(OwnCodec):
-    """Values as bfloat16."""
-
-    def wire_bytes(self, numel: int) -> int:
-        return 2 * numel
-
-    def compress(self, values: Tensor, wire: Tensor, key: int) -> None:
-        wire.view(torch.bfloat16).copy_(values)
-
-    def decompress(self, wire: Tensor, values: Tensor) -> None:
-        values.copy_(wire.view(torch.bfloat16))
 
 
 class Configured(Half):

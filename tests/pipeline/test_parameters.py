@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from _codec_cases import Half
 from _differences import Differences
 from _ranks import run_ranks
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
-from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CODECS, CodecOptions
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
@@ -86,19 +86,6 @@ def test_an_optimizer_may_keep_the_gradients_of_local_steps() -> None:
     make = partial(LocalSteps, local_steps=2)
     kept, cloned = (_weights_by_differences(make, clones=clones) for clones in (False, True))
     assert torch.equal(kept, cloned)
-
-
-class Half(OwnCodec):
-    """A codec of the user's own."""
-
-    def wire_bytes(self, numel: int) -> int:
-        return 2 * numel
-
-    def compress(self, values: Tensor, wire: Tensor, key: int) -> None:
-        wire.view(torch.float16).copy_(values)
-
-    def decompress(self, wire: Tensor, values: Tensor) -> None:
-        values.copy_(wire.view(torch.float16))
 
 
 def _under_default_dtypes(ranks: Ranks, codec: str) -> list[tuple[str, int]]:

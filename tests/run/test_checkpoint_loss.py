@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from _rank_threads import run_rank_threads
+from _runs import contents
 
 from pipesgd.errors import CheckpointError
 from pipesgd.ranks import Ranks
@@ -40,10 +41,6 @@ def save(ranks: Ranks, tmp_path: Path, *iterations: int, keep: int = 3) -> list[
 def load(ranks: Ranks, tmp_path: Path) -> Any:
     found = Checkpoints(folder_of(tmp_path, ranks.rank), ranks, keep=3).load_newest()
     return found and (found.iteration, int(found.shared["x"]), found.own)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def refused(results: list[Any]) -> str:

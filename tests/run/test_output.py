@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from _rank_threads import run_rank_threads
+from _runs import contents
 
 from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
@@ -50,10 +51,6 @@ def attempts_of_one_job(folder: Path, words: str, number: int, *, between: Calla
         got[-1].release()
         between()
     return got
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("words", ["", "--overwrite"])
