@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments import command
-from experiments.results import REPOSITORY, code_state
+from experiments.results import REPOSITORY, code_state, write_json
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -231,7 +231,7 @@ def run_all(
         say(console, f"[{number + 1}/{len(missing)}] {one.name}, about {one.minutes:g} min; {left} h left in all")
         goes_on = "begun" in done.get(one.name, {})
         done[one.name] = {"begun": code_state()}
-        _write(state, done)
+        write_json(state, done)
         begin = time.monotonic()
         code = run(one, not goes_on)
         if code != 0:
@@ -239,16 +239,8 @@ def run_all(
             say(console, f"{one.name} failed with exit code {code}")
             continue
         done[one.name] = {"minutes": (time.monotonic() - begin) / 60}
-        _write(state, done)
+        write_json(state, done)
     return failed
-
-
-def _write(state: Path, done: Mapping[str, Any]) -> None:
-    """Write ``done`` to ``state`` atomically."""
-    state.parent.mkdir(parents=True, exist_ok=True)
-    aside = state.with_suffix(".tmp")
-    aside.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
-    aside.replace(state)
 
 
 def start(experiment: Experiment, fresh: bool) -> int:

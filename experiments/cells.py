@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import pipesgd
 from experiments.contenders import Contender
 from experiments.paired import median, turns
-from experiments.results import REPOSITORY, provenance
+from experiments.results import REPOSITORY, provenance, write_json
 from pipesgd.run.console import say
 from pipesgd.run.metrics import SECONDS, read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
@@ -133,18 +133,12 @@ class Cells:
         return None if found is None else Cell(**found)
 
     def save(self, contender: Contender, cell: Cell) -> None:
-        """Save ``cell`` atomically: its file is whole or missing, whenever this process is killed."""
-        self.write(self.file(contender, cell.index), dataclasses.asdict(cell))
-
-    def write(self, path: Path, value: Any) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(value) + "\n", encoding="utf-8")
-        aside.replace(path)
+        """Save ``cell``."""
+        write_json(self.file(contender, cell.index), dataclasses.asdict(cell))
 
     @staticmethod
     def read(path: Path) -> Any:
-        """Return what ``write`` wrote; None if there is no such file."""
+        """Return what ``write_json`` wrote; None if there is no such file."""
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def forget(self) -> None:

@@ -32,7 +32,7 @@ from experiments import accuracies, command, iteration_times
 from experiments.cells import Cell, Cells, complete, order, read_run
 from experiments.compare_plan import Plan, parse
 from experiments.contenders import Contender
-from experiments.results import Row, save, save_panels
+from experiments.results import Row, save, save_panels, write_json
 from experiments.testbed import Testbed
 from experiments.testbed.__main__ import show as show_links
 from experiments.testbed_jobs import run_job
@@ -67,7 +67,7 @@ def compute(plan: Plan, cells: Cells, console: Console) -> list[Cell]:
             nodes=plan.cluster.nodes, link=plan.cluster.link, slow_nodes=dict(plan.cluster.slow_nodes)
         ) as testbed:
             measured = testbed.measure()
-            cells.write(cells.folder / LINKS_FILE, [dataclasses.asdict(one) for one in measured])
+            write_json(cells.folder / LINKS_FILE, [dataclasses.asdict(one) for one in measured])
             show_links(testbed, measured)
             return list(complete(cells, todo, partial(run_cell, testbed, plan, cells), console))
     except (KeyboardInterrupt, Terminated):

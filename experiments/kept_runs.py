@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 
 from experiments import command
+from experiments.results import write_json
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -41,10 +42,7 @@ class KeptRuns(Generic[Run]):
 
     def add(self, words: str, run: Run) -> None:
         kept = {words: dataclasses.asdict(run) for words, run in (self.load() | {words: run}).items()}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._path.with_suffix(".tmp")
-        aside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        aside.replace(self._path)  # the file is whole or absent, whenever this process is killed
+        write_json(self._path, kept)
 
     def complete(
         self,

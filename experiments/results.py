@@ -58,6 +58,14 @@ def save(name: str, rows: list[Row], *, extra: dict[str, Any] | None = None, fol
     return path
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` to ``path``, whose file is whole or absent, whenever this process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
 def command_of(manifest: Mapping[str, Any]) -> str:
     """Return the command that made a result, as a shell takes it, without the folder that it wrote to."""
     words = shlex.split(manifest["made_by"])
