@@ -19,15 +19,13 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 from rich.console import Console
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments import accelerators, command
 from experiments.bench_pipelined import Workload
 from experiments.limits import Cluster, ring_limit
-from experiments.loops import Loop, Piped, Plain
+from experiments.loops import Loop, Piped, Plain, to_fp16
 from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, show_verdicts, summarize, verdicts
 from experiments.results import Row, save
 from experiments.testbed import Link, parse_rate
@@ -81,13 +79,11 @@ def emulate(model: nn.Module, rank: int, accelerator: str | None = None) -> acce
 def make_loops(model: nn.Module, ranks: Ranks, accelerator: str | None = None) -> dict[str, Loop]:
     """Return every loop, each with a copy of ``model`` on an accelerator. Collective."""
     emulated = partial(emulate, model, ranks.rank, accelerator)
-    with_hook = DistributedDataParallel(emulated())
-    with_hook.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
     return {
         ALONE: Plain(emulated()),
         **{name: Piped(emulated(), ranks, **options) for name, options in PIPELINES.items()},
         DDP: Plain(DistributedDataParallel(emulated())),
-        DDP_FP16: Plain(with_hook),
+        DDP_FP16: Plain(DistributedDataParallel(emulated()), to_fp16),
     }
 
 

@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from torch import Tensor, distributed, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments import command
 from experiments.bench_accelerators import ALONE, DDP, DDP_FP16, wire_seconds_of
 from experiments.bench_pipelined import Workload
 from experiments.limits import Cluster
-from experiments.loops import Batch, Loop, Piped, Plain
+from experiments.loops import Batch, Loop, Piped, Plain, to_fp16
 from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, summarize
 from experiments.results import Row, save
 from experiments.testbed import Link, parse_rate
@@ -97,17 +96,12 @@ class Finished:
 
 def make_loops(model: nn.Module, ranks: Ranks, contenders: Sequence[str]) -> dict[str, Loop]:
     """Return the loops of these contenders, each with a copy of ``model``. Collective."""
-
-    def with_hook() -> Loop:
-        ddp_model = DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
-        ddp_model.register_comm_hook(distributed.group.WORLD, fp16_compress_hook)
-        return Plain(ddp_model)
-
+    # DDP without broadcasts of the batch normalization's buffers, which pipelines do not send either.
+    with_ddp = partial(DistributedDataParallel, broadcast_buffers=False)
     made: dict[str, Callable[[], Loop]] = {
         ALONE: lambda: Plain(copy.deepcopy(model)),
-        # Without broadcasts of the batch normalization's buffers, which pipelines do not send either.
-        DDP: lambda: Plain(DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)),
-        DDP_FP16: with_hook,
+        DDP: lambda: Plain(with_ddp(copy.deepcopy(model))),
+        DDP_FP16: lambda: Plain(with_ddp(copy.deepcopy(model)), to_fp16),
         **{name: partial(Piped, copy.deepcopy(model), ranks, **options) for name, options in PIPELINES.items()},
     }
     return {name: Finished(made[name]()) for name in contenders}

@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 
 from pipesgd import LocalSteps, Pipelined
@@ -66,6 +68,11 @@ class Plain:
         """Close the door, if there is one."""
         if self._opened is not None:
             self._opened.close()
+
+
+def to_fp16(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let a model in DistributedDataParallel exchange gradients in fp16, by torch's hook; this is a ``Door``."""
+    model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
 
 
 class Piped:

@@ -24,17 +24,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments import accelerators, command
+from experiments.bench_accelerators import CLUSTER, DDP, DDP_FP16
 from experiments.bench_pipelined import Workload
-from experiments.limits import Cluster, wire_seconds
-from experiments.loops import Loop, Piped, Plain
+from experiments.limits import wire_seconds
+from experiments.loops import Loop, Piped, Plain, to_fp16
 from experiments.loops_on_links import Effort, measure, on_testbed, show, show_verdicts, summarize, verdicts
 from experiments.results import Row, save
-from experiments.testbed import Link
 from pipesgd.calibration.measure import measure as calibrate
 from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
@@ -44,7 +42,6 @@ from pipesgd.planning.choose import decide
 from pipesgd.planning.parts import parts_of_run
 from pipesgd.ranks import Ranks
 
-CLUSTER = Cluster(nodes=4, link=Link(rate=200e6))
 FULL, QUICK = Effort(block=4, rounds=5, steady=True), Effort(block=2, rounds=1, steady=True)
 CALIBRATION_SECONDS = 8.0
 TEXTS = 1024
@@ -97,7 +94,6 @@ WORKLOADS: dict[str, Workload] = {
     ),
 }
 ACCELERATORS = {"alexnet": "400ms", "texts": "60ms"}
-DDP, DDP_FP16 = "DDP", "DDP, fp16"
 PIPELINES: dict[str, dict[str, Any]] = {
     f"width {width}, {codec}, {reduce}": {"width": width, "codec": codec, "reduce": reduce}
     for width, codec in ((1, "fp32"), (2, "fp32"), (2, "int8"))
@@ -125,11 +121,9 @@ def emulate(model: nn.Module, ranks: Ranks, accelerator: str | None) -> nn.Modul
 def make_loops(model: nn.Module, ranks: Ranks, accelerator: str | None = None) -> dict[str, Loop]:
     """Return every loop, each with a copy of ``model``, on an accelerator if its time is given. Collective."""
     emulated = partial(emulate, model, ranks, accelerator)
-    with_hook = DistributedDataParallel(emulated())
-    with_hook.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
     return {
         DDP: Plain(DistributedDataParallel(emulated())),
-        DDP_FP16: Plain(with_hook),
+        DDP_FP16: Plain(DistributedDataParallel(emulated()), to_fp16),
         **{name: Piped(emulated(), ranks, **options) for name, options in PIPELINES.items()},
     }
 
