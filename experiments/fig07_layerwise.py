@@ -207,18 +207,13 @@ def compute(*, quick: bool = False) -> list[Row]:
     rows: list[Row] = []
     nodes, latencies = (QUICK_NODES, QUICK_LATENCIES) if quick else (NODES, LATENCIES)
     for latency in latencies:
-        with Testbed(nodes=nodes, link=Link(rate=RATE, latency=latency)) as testbed, _folder() as folder:
-            words = ["-m", f"experiments.{NAME}", "--output", str(folder), *(["--quick"] if quick else [])]
+        link = Link(rate=RATE, latency=latency)
+        with Testbed(nodes=nodes, link=link) as testbed, tempfile.TemporaryDirectory() as folder:
+            words = ["-m", f"experiments.{NAME}", "--output", folder, *(["--quick"] if quick else [])]
             if any(testbed.torchrun(words, cwd=REPOSITORY).wait()):
                 raise RunError(f"the job with a latency of {latency} s has failed")
-            rows += tabulate(load(folder / "times.csv"), nodes, latency)
+            rows += tabulate(load(Path(folder, "times.csv")), nodes, latency)
     return rows
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
 
 
 def tabulate(times: Sequence[Row], nodes: int, latency: float) -> list[Row]:
