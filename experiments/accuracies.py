@@ -10,7 +10,7 @@ from experiments import command
 from experiments.cells import Cell
 from experiments.contenders import Contender
 from experiments.paired import median
-from experiments.results import Row
+from experiments.results import Row, grouped
 from experiments.style import BLACK, TITLES, method_styles
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def medians(rows: Sequence[Row]) -> list[Row]:
     A median over only the seeds that reached it would be that of the lucky ones.
     """
     found = []
-    for name in dict.fromkeys(row["contender"] for row in rows):
-        own = [row for row in rows if row["contender"] == name]
+    for name, own in grouped(rows, "contender").items():
         reached = [row["seconds_to_target"] for row in own if row["seconds_to_target"] is not None]
         final = [row["final_accuracy"] for row in own if row["final_accuracy"] is not None]
         found.append(

@@ -226,11 +226,10 @@ def _judged(own: Sequence[Row], base: Sequence[Row]) -> Row:
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
     """Draw the accuracy of every run of one workload, a column of points for each way."""
-    for number, name in enumerate(dict.fromkeys(row["contender"] for row in rows)):
-        values = [100 * row["test_accuracy"] for row in rows if row["contender"] == name]
-        axes.plot([number] * len(values), values, "o", label=name)
-    names = list(dict.fromkeys(row["contender"] for row in rows))
-    axes.set_xticks(range(len(names)), [textwrap.fill(name, 12) for name in names])
+    found = grouped(rows, "contender")
+    for number, (name, own) in enumerate(found.items()):
+        axes.plot([number] * len(own), [100 * row["test_accuracy"] for row in own], "o", label=name)
+    axes.set_xticks(range(len(found)), [textwrap.fill(name, 12) for name in found])
     axes.margins(x=0.2)
     axes.set(title=rows[0]["workload"], ylabel="test accuracy of each seed (%)")
     return axes

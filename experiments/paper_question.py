@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from experiments import command, style
-from experiments.results import Row, save, save_panels
+from experiments.results import Row, grouped, save, save_panels
 from pipesgd.ranks import Ranks
 from timing_model import Noise, simulate_iterations, steady_state_period
 from timing_model.cluster_profile import Profile
@@ -151,10 +151,8 @@ def _question(cluster: Profile, workload: str, seconds: float, **options: Any) -
 def answers(rows: Sequence[Row]) -> list[Row]:
     """Return, by network, width 2's best speed-ups, the ratios up to which they reach the claim, and width 3's gain."""
     found = []
-    for workload in dict.fromkeys(row["workload"] for row in rows):
-        own = [row for row in rows if row["workload"] == workload]
-        quantized = [row for row in own if row["method"] == "pipelined + Q"]
-        plain = [row for row in own if row["method"] == "pipelined"]
+    for workload, own in grouped(rows, "workload").items():
+        quantized, plain = _of(own, "pipelined + Q"), _of(own, "pipelined")
         found.append(
             {
                 "workload": workload,
@@ -185,8 +183,7 @@ def order(rows: Sequence[Row], workload: str, ratio: float) -> list[Row]:
 def jitter_answers(rows: Sequence[Row]) -> list[Row]:
     """Return, for every number of ranks and spread, the width that is enough, and the most that width 3 gains."""
     found = []
-    for world_size, cv in dict.fromkeys((row["world_size"], row["cv"]) for row in rows):
-        own = [row for row in rows if (row["world_size"], row["cv"]) == (world_size, cv)]
+    for (world_size, cv), own in grouped(rows, "world_size", "cv").items():
         answer: Row = {"world_size": world_size, "cv": cv}
         for source in ("formula", "simulated"):
             third = gains(own, source)
@@ -276,8 +273,7 @@ def plot_third(rows: list[Row], axes: Axes) -> Axes:
 
 def draw(name: str, rows: list[Row], jitter: list[Row], folder: Path) -> Path:
     """Write the figure."""
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    panels = [functools.partial(plot, [row for row in rows if row["workload"] == one]) for one in workloads]
+    panels = [functools.partial(plot, own) for own in grouped(rows, "workload").values()]
 
     def first(axes: Axes) -> Axes:
         panels[0](axes).legend(fontsize="small")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from experiments import command, simulated_runs, simulated_tables
-from experiments.results import Row
+from experiments.results import Row, grouped
 from experiments.simulated_runs import Run
 from experiments.simulated_tables import mean_change, mean_of_all, percent, points
 from experiments.staleness_figure import draw
@@ -84,11 +84,10 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
 
     Each row also holds the largest rate up to which no seed fails, at any rate up to it that was tried.
     """
-    cells: dict[tuple[str, str], dict[str, list[Row]]] = {}
-    for row in sorted(rows, key=lambda row: row["lr"]):
-        cells.setdefault((row["workload"], row["optimizer"]), {}).setdefault(row["method"], []).append(row)
     summary = []
-    for (workload, optimizer), methods in cells.items():
+    by_rate = sorted(rows, key=lambda row: row["lr"])
+    for (workload, optimizer), some in grouped(by_rate, "workload", "optimizer").items():
+        methods = grouped(some, "method")
         synchronous = [row for row in methods.get(BASELINE, []) if row["accuracy_mean"] is not None]
         lr = min(synchronous, key=partial(_badness, workload), default={}).get("lr")
         least = CONVERGED * max((row["accuracy_mean"] for row in synchronous), default=0.0)
