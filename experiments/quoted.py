@@ -17,7 +17,7 @@ from experiments.markdown import table
 from experiments.quoted_loops import LOOPS
 from experiments.quoted_reliability import RELIABILITY
 from experiments.quoted_staleness import accuracies, late_layers, local_steps, short_accuracies
-from experiments.results import RESULTS, Row, command_of, load
+from experiments.results import RESULTS, Row, command_of, grouped, load
 from experiments.style import TITLES
 from experiments.systems.headlines import ours_in_words
 from experiments.validate_timing_model import accuracy
@@ -263,6 +263,26 @@ def third_width() -> str:
     return table(heads, lines)
 
 
+def local_steps_predictions() -> str:
+    """Return how near the timing model came with local steps, and with a rate limit, in each setting."""
+    rows = load(RESULTS / "validate_local_steps.csv")
+    lines = []
+    for setting, own in grouped(rows, "setting").items():
+        for name, steps in (("every iteration", [1]), ("local steps", [2, 4, 8])):
+            errors = [(100 * abs(row["error"]), row) for row in own if row["local_steps"] in steps]
+            inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for _, row in errors]
+            lines.append(
+                [
+                    f"{setting}: {name}",
+                    str(len(errors)),
+                    f"{mean(error for error, _ in errors):.1f}",
+                    f"{max(error for error, _ in errors):.1f}",
+                    f"{100 * mean(inside):.0f}",
+                ]
+            )
+    return table(["", "cells", "mean error, %", "largest error, %", "in the 90 % interval, %"], lines)
+
+
 def predicted(rows: Sequence[Row]) -> list[str]:
     """Return the cells of one line of ``predictions``."""
     found = accuracy(rows)
@@ -389,6 +409,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         other_figures,
         paper_question,
         predictions,
+        local_steps_predictions,
         chosen_by_auto,
         third_width,
         equation,
