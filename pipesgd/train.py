@@ -74,9 +74,12 @@ FELL_BACK = (
     f"Width 1 for the next {SYNCHRONOUS_ITERATIONS} iterations (--guard); a lower --lr or --clip-norm may avoid it"
 )
 LEFT_OUT = (
-    "warning: the gradient of iteration {iteration} is not finite on {ranks}: the update is skipped "
-    "(--on-nonfinite skip); summary.json counts them by rank"
+    "warning: the gradient of iteration {iteration} is not finite{where}: the update is skipped ({why}); summary.json "
+    "counts them"
 )
+OVERFLOWS = ", although every rank's own is, so their sum overflows (lower --lr, or use --codec bf16)"
+LEAST_LOSS_SCALE = 1.0
+"""Loss scale below which skipped updates are reported: above, the scale is taken to be what made gradients overflow."""
 
 OTHER_DATA = (
     "warning: the data are not those of the checkpoint, {then}; got {now}: the run continues with them, and is not "
@@ -241,8 +244,9 @@ class Run:
         self._paces = array("d")
         self._computing = array("d")
         self._loading = LoadingTimes(workers=config.data.workers)
-        self._blamed: set[int] = set()
-        """Ranks whose gradients were not finite and that have been named in a warning."""
+        self._blamed: set[int | None] = set()
+        """Ranks whose gradients were not finite and that have been named in a warning; None if there was one about no
+        rank."""
         self._stack = contextlib.ExitStack()
         self._begin = self._last = time.perf_counter()
         """Time when the run would have begun without interruptions, and time when the last iteration ended."""
@@ -393,18 +397,34 @@ class Run:
 
     def _take_note(self, report: StepReport, iteration: int) -> None:
         """Count the updates that were left out by the end of ``iteration``, and warn of what ``report`` tells."""
-        ranks = self.job.ranks
-        self.state.nonfinite += report.nonfinite_ranks.count(ranks.rank)
-        if (new := set(report.nonfinite_ranks) - self._blamed) and not self.scaler.is_enabled():
-            self._blamed |= new
-            line = LEFT_OUT.format(iteration=report.skipped[0], ranks=named(sorted(new)))
-            self.job.say(line)
-            if ranks.rank in new and ranks.rank > 0 and self.strategy.owns_optimizer:  # rank 0 does not know
-                warn(line.removeprefix("warning: "))
+        self.state.nonfinite += report.nonfinite_ranks.count(self.job.ranks.rank)
+        if report.skipped and not (self.scaler.is_enabled() and self.scaler.get_scale() >= LEAST_LOSS_SCALE):
+            self._warn_of_skipped(report)
         if report.fell_back:
             self.job.say(FELL_BACK.format(iteration=iteration))
         if self.trace is not None:
             self.trace.add(report.spans)
+
+    def _warn_of_skipped(self, report: StepReport) -> None:
+        """Warn of an update that was left out: once for each rank that caused one, and once if none is known to."""
+        ranks, config = self.job.ranks, self.job.config
+        new: set[int | None] = {*report.nonfinite_ranks} or {None}
+        new -= self._blamed
+        if not new:
+            return
+        self._blamed |= new
+        where = ""
+        if culprits := sorted(rank for rank in new if rank is not None):
+            where = f" on {named(culprits)}"
+        elif config.pipeline.strategy == "pipelined":  # others do not know whose gradient was not finite
+            where = OVERFLOWS
+        why = "--on-nonfinite skip"
+        if self.scaler.is_enabled():
+            why = f"--precision fp16, whose loss scale has fallen to {self.scaler.get_scale():g}"
+        line = LEFT_OUT.format(iteration=report.skipped[0], where=where, why=why)
+        self.job.say(line)
+        if ranks.rank in new and ranks.rank > 0 and self.strategy.owns_optimizer:  # rank 0 does not know
+            warn(line.removeprefix("warning: "))
 
     def _evaluate(self) -> Evaluation:
         job = self.job

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -630,15 +631,17 @@ def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
 
 
-def _train_with_infinities(ranks: Ranks, words: list[str], bad: tuple[int, ...]) -> tuple[str, str, str]:
-    """Train with a loss and gradients that are not finite on rank 1 in ``bad`` iterations."""
+def _train_with_infinities(
+    ranks: Ranks, words: list[str], bad: tuple[int, ...], value: float = math.inf, on: tuple[int, ...] = (1,)
+) -> tuple[str, str, str]:
+    """Train with a loss and gradients of this value, by default not finite on rank 1, in ``bad`` iterations."""
 
     def poisoned(strategy: Strategy, *others: Any) -> Any:
         loss, spans = forward_backward(strategy, *others)
         gradient = next(strategy.module.parameters()).grad
-        if ranks.rank == 1 and others[-1] in bad:
+        if ranks.rank in on and others[-1] in bad:
             assert gradient is not None
-            gradient.fill_(loss := math.inf)
+            gradient.fill_(loss := value)
         return loss, spans
 
     pytest.MonkeyPatch().setattr("pipesgd.train.forward_backward", poisoned)
@@ -658,6 +661,38 @@ def test_gradients_that_are_not_finite_are_counted_and_said_although_only_their_
     said = "".join(out + err for _, out, err in results)
     assert f"{final['train_loss']:.4f}, without 2 not finite" in said
     assert said.count("warning: the gradient of iteration 2 is not finite on rank 1") == 1
+    assert re.search(r"^skipped updates +2 *$", said, re.MULTILINE)
+
+
+def test_sums_of_finite_gradients_that_overflow_are_said(tmp_path: Path) -> None:
+    """No rank is to blame, so the warning that names ranks said nothing of a run that applied no update at all."""
+    words = [*f"{SHORT} --width 1 --codec fp16 --on-nonfinite skip".split(), "--output", str(tmp_path)]
+    results = run_ranks(2, _train_with_infinities, words, tuple(range(12)), 6e4, (0, 1), process_group=False)
+    assert [error for error, _, _ in results] == ["", ""]
+    assert (summary(tmp_path)["skipped_updates"], summary(tmp_path)["nonfinite_gradients_of_ranks"]) == (12, {})
+    said = "".join(out + err for _, out, err in results)
+    assert said.count("warning: ") == 1
+    assert (
+        "warning: the gradient of iteration 0 is not finite, although every rank's own is, so their sum overflows "
+        "(lower --lr, or use --codec bf16): the update is skipped (--on-nonfinite skip); summary.json counts them"
+    ) in said
+    assert re.search(r"^skipped updates +12 *$", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("way", ["--width 2", "--local-steps 3"])
+def test_a_loss_scale_that_falls_below_one_is_said_with_the_rank_that_causes_it(tmp_path: Path, way: str) -> None:
+    """It would fall to 0 without a line: some overflows are to be expected, until the scale has been found."""
+    words = [*f"{SHORT} {way} --precision fp16 --loss-scale 4".split(), "--output", str(tmp_path)]
+    results = run_ranks(2, _train_with_infinities, words, (2, 3), process_group=False)
+    assert [error for error, _, _ in results] == ["", ""]
+    assert "warning: " not in "".join(out + err for _, out, err in results)
+    results = run_ranks(2, _train_with_infinities, [*words, "--overwrite"], tuple(range(12)), process_group=False)
+    assert [error for error, _, _ in results] == ["", ""]
+    said = "".join(out + err for _, out, err in results)
+    assert said.count("warning: ") == 1
+    assert (
+        " is not finite on rank 1: the update is skipped (--precision fp16, whose loss scale has fallen to 0.5)" in said
+    )
 
 
 def test_updates_that_are_left_out_at_the_end_are_counted_and_said(tmp_path: Path) -> None:

@@ -154,6 +154,9 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     hidden = hidden_share(seconds["communication"]["mean"] or 0.0, seconds["exposed"]["mean"] or 0.0)
     if hidden is not None and ranks > 1:
         table.add_row("hidden", f"{hidden:.0%} of communication")
+    own = summary["nonfinite_gradients_of_ranks"].values()  # with local steps, rank 0 knows only of its own
+    if skipped := max([summary["skipped_updates"], *own]):
+        table.add_row("skipped updates", str(skipped))
     if summary["wire_bytes_per_iteration"] is not None:
         table.add_row("sent per iteration", f"{format_bytes(summary['wire_bytes_per_iteration'])} by rank 0")
     table.add_row("replicas", "bit-identical" if summary["replicas_identical"] else "each rank has its own weights")
