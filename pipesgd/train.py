@@ -27,7 +27,7 @@ import time
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -82,8 +82,8 @@ LEAST_LOSS_SCALE = 1.0
 """Loss scale below which skipped updates are reported: above, the scale is taken to be what made gradients overflow."""
 
 OTHER_DATA = (
-    "warning: the data are not those of the checkpoint, {then}; got {now}: the run continues with them, and is not "
-    "what it would have been without the interruption"
+    "warning: the data are not those of the checkpoint, {then}; got {now}: the run continues with them up to iteration "
+    "{total}, as it began, and is not what it would have been without the interruption"
 )
 
 DRIFTS = (
@@ -279,9 +279,14 @@ class Run:
         if found is None:
             workers.raise_together("results of an earlier run", lambda: output.check_no_results(self.job.folder))
         else:
+            total = found.shared.get("iterations", self.job.iterations)  # earlier versions kept none of these
+            if total != self.job.iterations:  # epochs of other data: the schedule was made for those of the checkpoint
+                optimization = self.job.config.optimization.for_ranks(workers.world_size)
+                self.state.schedule = build_schedule(optimization, self.job.optimizer, total)
+                self.job = replace(self.job, iterations=total, schedule=self.state.schedule)
             now = self.job.data.describe()
-            if (then := found.shared.get("data", now)) != now:  # earlier versions kept none
-                self.job.say(OTHER_DATA.format(then=then, now=now))
+            if (then := found.shared.get("data", now)) != now:
+                self.job.say(OTHER_DATA.format(then=then, now=now, total=total))
             self.plan.restore(found.own["strategy"]["iteration"], found.shared)
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
@@ -448,7 +453,7 @@ class Run:
         for recorder in self._recorders:
             recorder.flush()
         shared, own = self.state.snapshot(time.perf_counter() - self._begin)
-        shared |= {"data": self.job.data.describe()} | self.plan.snapshot()
+        shared |= {"data": self.job.data.describe(), "iterations": self.job.iterations} | self.plan.snapshot()
         written = self.checkpoints.save(done, shared, own)
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written

@@ -27,7 +27,7 @@ from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.run.forward_backward import forward_backward
-from pipesgd.run.metrics import MetricsWriter
+from pipesgd.run.metrics import MetricsWriter, read_metrics
 from pipesgd.run.summary import OF_THIS_ATTEMPT, measured_before
 from pipesgd.strategy import Strategy
 from pipesgd.train import train
@@ -574,15 +574,44 @@ def test_ranks_with_different_data_all_say_so(tmp_path: Path) -> None:
         assert "61 training samples" in text
 
 
-def test_a_run_that_resumes_with_other_data_says_so(tmp_path: Path) -> None:
+def pictures_in(folder: Path) -> str:
+    """Write 40 pictures to train with and 40 to test with into ``folder``; return the options that name them."""
     from PIL import Image
 
     for split in ("train", "test"):
         for name in ("cat", "dog"):
-            (path := tmp_path / "data" / split / name).mkdir(parents=True)
+            (path := folder / split / name).mkdir(parents=True)
             for i in range(20):
                 Image.new("RGB", (8, 8), (i, i, i)).save(path / f"{i}.png")
-    words = f"{SHORT} --dataset images --image-size 8 --data-dir {tmp_path / 'data'} --loader-workers 0 --resume"
+    return f"--dataset images --image-size 8 --data-dir {folder} --loader-workers 0"
+
+
+@pytest.mark.parametrize("schedule", ["one-cycle", "cosine"])
+def test_a_run_that_resumes_with_more_or_less_data_ends_where_it_was_to_end(tmp_path: Path, schedule: str) -> None:
+    """With 40 samples, 4 epochs are 20 iterations of 8. Rates of another length of the schedule would be others."""
+    words = f"--hidden-sizes 20 --batch-size 4 --epochs 4 --schedule {schedule} {pictures_in(tmp_path / 'data')}"
+    words, output = f"{words} --checkpoint-iterations 5", tmp_path / "run"
+    succeed(2, words, output)
+    rates = [line["lr"] for line in read_metrics(output / "metrics.jsonl")]
+    for iterations_per_epoch in (10, 1):
+        for path in (tmp_path / "data" / "train").iterdir():
+            for i in range(20):
+                shutil.copy(path / "0.png", path / f"{20 + i}.png")
+            for picture in sorted(path.iterdir())[4 * iterations_per_epoch :]:
+                picture.unlink()
+        for _ in range(2):
+            lose_the_last_checkpoint(output)
+        [(error, said, _), _] = run(2, f"{words} --resume", output)
+        assert error == ""
+        assert f"; got {8 * iterations_per_epoch} training samples" in said
+        assert "the run continues with them up to iteration 20, as it began" in said
+        assert "continuing after iteration 10 of 20" in said
+        assert summary(output)["iterations"] == 20
+        assert [line["lr"] for line in read_metrics(output / "metrics.jsonl")] == rates
+
+
+def test_a_run_that_resumes_with_other_data_says_so(tmp_path: Path) -> None:
+    words = f"{SHORT} {pictures_in(tmp_path / 'data')} --resume"
     succeed(2, words, tmp_path / "run")
     assert "warning" not in run(2, words, tmp_path / "run")[0][1]
     for split in ("train", "test"):
