@@ -511,7 +511,7 @@ class Run:
             if nothing_new:
                 summary |= measured_before(folder / output.SUMMARY_FILE, job.workers.world_size)
             if planned is not None:
-                own = self._history.known("iteration", start=max(0, job.iterations - planned.iterations))
+                own = self._history.known("iteration", start=config.pipeline.warmup_iterations)
                 measured = statistics(planned.windows(own.tolist()))["median"]
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):

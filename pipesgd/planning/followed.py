@@ -62,8 +62,9 @@ class FollowedPlan:
         self._make = make
         self._seconds: dict[int, float] = {}
         """Seconds of the iterations of auditions on rank 0, with those of an earlier attempt at this run."""
-        self._fallback: set[int] = set()
-        """Iterations that a guard has run at width 1, those in which the pipeline fills again included."""
+        self._fallback = set(range(config.pipeline.warmup_iterations))
+        """Iterations of the warm-up, and those that a guard has run at width 1, those in which the pipeline fills again
+        included."""
         self._changes: float | None = None
         """Seconds that changes of the configuration have taken in the present audition; None if it began in an earlier
         attempt at this run."""
@@ -113,7 +114,8 @@ class FollowedPlan:
     def observe(self, iteration: int, seconds: float, *, fell_back: bool) -> None:
         """Report on rank 0 if iterations, of which the newest took ``seconds``, do not take the predicted time.
 
-        Those at width 1 after the guard ``fell_back`` are not compared with a prediction for another width.
+        Those at width 1, in the warm-up and after the guard ``fell_back``, are not compared with a prediction for
+        another width.
         """
         if self._drift is None:
             return

@@ -78,3 +78,24 @@ def _said_of_a_fallback(ranks: Ranks, fell_back: bool) -> str:
 def test_a_fallback_of_the_guard_is_no_drift() -> None:
     assert "slower" in run_rank_threads(1, _said_of_a_fallback, False)[0]
     assert run_rank_threads(1, _said_of_a_fallback, True) == [""]
+
+
+def _said_after_a_warm_up(ranks: Ranks, words: list[str], window: int) -> str:
+    """Return what a run says of iterations that take longer than predicted, in a warm-up and long after it."""
+    out = io.StringIO()
+    nothing: Any = None  # no audition: nothing is replaced
+    planned = dataclasses.replace(prediction(), window=window)
+    plan = FollowedPlan(
+        parse([*words, "--warmup-iterations", "200"]), planned, ranks, screen(ranks, out), nothing, nothing
+    )
+    plan.begin(0)
+    for iteration in range(200 + window * (SETTLING + WINDOW * WINDOWS)):
+        assert out.getvalue() == ""
+        plan.observe(iteration, 9.0, fell_back=False)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("words", "window"), [([], 1), (["--local-steps", "4"], 4)])
+def test_a_warm_up_is_no_drift_and_hides_none_after_it(words: list[str], window: int) -> None:
+    [said] = run_rank_threads(1, _said_after_a_warm_up, words, window)
+    assert "slower" in said

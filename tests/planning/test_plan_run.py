@@ -20,6 +20,7 @@ from pipesgd.planning import plan_run
 from pipesgd.planning.drift import SETTLING, WINDOW, WINDOWS
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
+from pipesgd.run.metrics import read_metrics, statistics
 from pipesgd.train import train
 from timing_model import LinkParams
 
@@ -195,6 +196,13 @@ def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_
     )
     assert cut["planned"]["choices"]["buckets"] == cut["options"]["buckets"] == "2"
     assert "buckets 2" in text
+
+
+def test_iterations_of_a_warm_up_are_not_compared_with_the_prediction(tmp_path: Path) -> None:
+    cluster(SLOW, SMALL).save(path := tmp_path / "slow.toml")
+    result, _ = succeed(2, f"{SHORT} --width 2 --warmup-iterations 8 --cluster {path}", tmp_path / "run")
+    seconds = [line["seconds"]["iteration"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert result["planned"]["measured_seconds"] == statistics(seconds[8:])["median"]
 
 
 def test_a_run_exchanges_as_many_fragments_as_a_window_hides_and_a_continued_one_does_so_whatever_the_link(
