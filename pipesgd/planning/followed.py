@@ -75,7 +75,8 @@ class FollowedPlan:
         if self.planned is None or self._ranks.rank > 0:
             return
         self._drift = Drift(self.planned)
-        if self.planned.audition is not None and start > 0:
+        noted = self.planned.audition is not None or self._run_config.pipeline.guard
+        if noted and start > 0:
             for _, line in MetricsLines(self._run_config.run.output / output.METRICS_FILE):
                 self._note(line["iteration"], line["seconds"]["iteration"], fell_back=line.get("fell_back", False))
 

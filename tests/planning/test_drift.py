@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from pipesgd.planning.drift import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift
 from pipesgd.planning.followed import FollowedPlan
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
+from pipesgd.run.metrics import SECONDS, IterationMetrics
+from pipesgd.run.output import METRICS_FILE
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1.01, "slower"), (0.99, "faster")])
@@ -64,20 +68,40 @@ def test_windows_of_local_steps_are_compared_by_their_means() -> None:
     assert planned.windows([1.0, 2.0, 5.0, 6.0, 9.0]) == [1.5, 5.5]
 
 
-def _said_of_a_fallback(ranks: Ranks, fell_back: bool) -> str:
-    """Return what a run says of iterations that take longer than predicted, for as long as a fallback is."""
+def _said_of_a_fallback(ranks: Ranks, fell_back: bool, resumed_in: Path | None) -> str:
+    """Return what a run says of iterations that take longer than predicted, for as long as a fallback is.
+
+    If it is ``resumed_in`` a folder, that is one that was resumed in the iteration after it fell back.
+    """
     out = io.StringIO()
     nothing: Any = None  # no audition: nothing is replaced
-    plan = FollowedPlan(parse([]), prediction(), ranks, screen(ranks, out), nothing, nothing)
-    plan.begin(0)
-    for iteration in range(SETTLING + SYNCHRONOUS_ITERATIONS):
+    config = parse(["--guard", *([] if resumed_in is None else ["--output", str(resumed_in)])])
+    plan = FollowedPlan(config, prediction(), ranks, screen(ranks, out), nothing, nothing)
+    first = 0 if resumed_in is None else SETTLING + 1
+    plan.begin(first)
+    for iteration in range(first, SETTLING + SYNCHRONOUS_ITERATIONS):
         plan.observe(iteration, 9.0, fell_back=fell_back and iteration == SETTLING)
     return out.getvalue()
 
 
-def test_a_fallback_of_the_guard_is_no_drift() -> None:
-    assert "slower" in run_rank_threads(1, _said_of_a_fallback, False)[0]
-    assert run_rank_threads(1, _said_of_a_fallback, True) == [""]
+def test_a_fallback_of_the_guard_is_no_drift(tmp_path: Path) -> None:
+    assert "slower" in run_rank_threads(1, _said_of_a_fallback, False, None)[0]
+    assert run_rank_threads(1, _said_of_a_fallback, True, None) == [""]
+    for fell_back in (False, True):
+        line = IterationMetrics(
+            iteration=SETTLING,
+            epoch=0,
+            loss=1.0,
+            lr=0.1,
+            samples_per_second=10.0,
+            seconds=dict.fromkeys(SECONDS, 1.0),
+            wire_bytes=100,
+            skipped=0,
+            fell_back=fell_back,
+        )
+        (tmp_path / METRICS_FILE).write_text(json.dumps(dataclasses.asdict(line)) + "\n")
+        [said] = run_rank_threads(1, _said_of_a_fallback, fell_back, tmp_path)
+        assert ("slower" in said) == (not fell_back)
 
 
 def _said_after_a_warm_up(ranks: Ranks, words: list[str], window: int) -> str:
