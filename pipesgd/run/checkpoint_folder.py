@@ -86,7 +86,8 @@ class CheckpointFolder:
     def prune(self, keep: int, newest: int) -> None:
         """Delete checkpoints older than the last ``keep`` up to ``newest``, including those moved aside."""
         with contextlib.suppress(OSError):
-            oldest = [iteration for iteration, _ in self.published() if iteration <= newest][-keep:][0]
+            kept = [iteration for iteration, _ in self.published() if iteration <= newest][-keep:]
+            oldest = min(kept, default=0)  # somebody may have moved them all
             for iteration, path in [*self.published(), *self._matching(_ASIDE)]:
                 if iteration < oldest:
                     shutil.rmtree(path, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipesgd.errors import CheckpointError
 from pipesgd.ranks import Ranks, join
 from pipesgd.run.checkpoint import Checkpoints, CheckpointSchedule
 from pipesgd.run.checkpoint_files import save_atomically, what_is_wrong_with
+from pipesgd.run.checkpoint_folder import CheckpointFolder
 from pipesgd.run.state import RunState
 
 pytestmark = pytest.mark.slow
@@ -157,6 +159,20 @@ def test_the_newest_checkpoint_that_is_whole_on_all_ranks_is_found(
 
 def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "none", join(), keep=1).load_newest() is None
+
+
+def test_checkpoints_that_somebody_has_moved_away_end_no_run(tmp_path: Path) -> None:
+    """A listing of a disk in the network may also be older than the checkpoint that was just written."""
+    (aside := tmp_path / "aside-1-of-iteration-3").mkdir()
+    folder = CheckpointFolder(tmp_path)
+    folder.prune(1, 5)
+    assert aside.exists()
+    for iteration in (4, 5):
+        (tmp_path / f"iteration-{iteration}").mkdir()
+    folder.prune(1, 5)
+    assert [path.name for path in folder.all()] == ["iteration-5"]
+    shutil.rmtree(tmp_path)
+    folder.prune(1, 5)
 
 
 def test_a_schedule_in_iterations_is_exact() -> None:
