@@ -21,6 +21,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import shlex
 import sys
 import time
@@ -32,7 +33,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
@@ -62,7 +62,7 @@ from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
 from pipesgd.run.metrics import History, IterationMetrics, MetricsWriter, statistics, step_seconds
 from pipesgd.run.state import RunState
-from pipesgd.run.summary import Result, describe, mean_of_finite, measured_before, network_line, summarize
+from pipesgd.run.summary import Result, describe, measured_before, network_line, sum_of_finite, summarize
 from pipesgd.run.trace import Trace, loader
 from pipesgd.run.workload import agree_on_workload, check_exchange, load
 from pipesgd.strategies import make_pipeline, make_strategy, serve
@@ -472,15 +472,14 @@ class Run:
         evaluation = self._evaluate()
         for recorder in self._recorders:
             recorder.record_last(job.iterations, evaluation.accuracy, evaluation.loss)
-        losses, left_out = zip(
-            *workers.all_gather_object("losses of the last epoch", mean_of_finite(self.losses)), strict=True
-        )
+        losses = workers.all_gather_object("losses of the last epoch", sum_of_finite(self.losses))
+        loss, finite, left_out = (sum(of_ranks) for of_ranks in zip(*losses, strict=True))
         exposed = workers.all_gather_object("exposed loading", self._loading.summarize(job.ranks.local_world_size))
         return Result(
             iterations=job.iterations,
             wall_seconds=time.perf_counter() - self._begin,
-            train_loss=float(np.mean(losses)),
-            train_losses_left_out=sum(left_out),
+            train_loss=loss / finite if finite else math.nan,
+            train_losses_left_out=left_out,
             test_accuracy=evaluation.accuracy,
             test_loss=evaluation.loss,
             iteration_seconds=workers.all_gather_object("pace", statistics(self._paces)["median"]),

@@ -693,6 +693,16 @@ def test_gradients_that_are_not_finite_are_counted_and_said_although_only_their_
     assert re.search(r"^skipped updates +2 *$", said, re.MULTILINE)
 
 
+def test_the_loss_of_the_last_epoch_is_that_of_the_ranks_that_have_one(tmp_path: Path) -> None:
+    words = [*f"{SHORT} --on-nonfinite skip".split(), "--output", str(tmp_path)]
+    results = run_ranks(2, _train_with_infinities, words, tuple(range(12)), process_group=False)
+    assert [error for error, _, _ in results] == ["", ""]
+    final = summary(tmp_path)["final"]
+    assert final["train_losses_left_out"] == 12
+    losses = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert final["train_loss"] == pytest.approx(sum(losses) / 12)
+
+
 def test_sums_of_finite_gradients_that_overflow_are_said(tmp_path: Path) -> None:
     """No rank is to blame, so the warning that names ranks said nothing of a run that applied no update at all."""
     words = [*f"{SHORT} --width 1 --codec fp16 --on-nonfinite skip".split(), "--output", str(tmp_path)]

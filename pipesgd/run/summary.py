@@ -86,14 +86,14 @@ OF_THIS_ATTEMPT = ("iteration_seconds_of_ranks", "compute_seconds_of_ranks", "lo
 """Fields of summary.json that each rank measures of iterations since it was started."""
 
 
-def mean_of_finite(losses: Collection[float]) -> tuple[float, int]:
-    """Return the mean of those ``losses`` that are finite, NaN if none is, and the number of the others.
+def sum_of_finite(losses: Collection[float]) -> tuple[float, int, int]:
+    """Return the sum of those ``losses`` that are finite, their number, and the number of the others.
 
-    >>> mean_of_finite([1.0, math.inf, 2.0])
-    (1.5, 1)
+    >>> sum_of_finite([1.0, math.inf, 2.0])
+    (3.0, 2, 1)
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
-    return float(np.mean(finite)) if finite else math.nan, len(losses) - len(finite)
+    return float(np.sum(finite)), len(finite), len(losses) - len(finite)
 
 
 def measured_before(path: Path, ranks: int) -> dict[str, list[float | None]]:
