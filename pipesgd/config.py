@@ -410,7 +410,8 @@ FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
     "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace",
 }  # fmt: skip
-"""Options that may change when a run is resumed, since no weight depends on them."""
+"""Options that may change when a run is resumed, since no weight depends on them. With --allow-drift, weights do
+depend on the intervals of checkpoints, at which all ranks get rank 0's: such a run is not promised the same bits."""
 
 
 def current_names(options: dict[str, Any]) -> dict[str, Any]:
