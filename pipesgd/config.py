@@ -207,7 +207,8 @@ class RunConfig:
     """Device of the model: cpu or cuda, which needs a GPU for each rank of a machine."""
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a rank waits for another one, for any reason, before the run fails: from 0.1 to 1,000,000. Where
-    all ranks meet, one that gives heartbeats while it computes, loads or writes may take ten times as long."""
+    all ranks meet, one that gives heartbeats while it computes, loads or writes may take ten times as long. At the
+    start, ranks wait two minutes for each other until they have met, whatever this option says."""
     stall_seconds: float = option(DEFAULT_STALL_SECONDS, at_least=1)
     """Seconds of waiting after which rank 0 reports the ranks it waits for, and the interval between reports: at
     least 1."""
