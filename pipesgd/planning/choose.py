@@ -215,9 +215,12 @@ def fewest_fragments(job: Job, steps: int) -> int:
             f"fragments must be given where not even {max(steps, MOST_LOCAL_STEPS)} local steps hide the exchange of "
             "the largest parameter; got auto"
         )
+    # Local steps refuse accumulation: as many micro-batches then have more updates, and take no less time.
+    accumulation = job.compute.accumulation
+    too, and_got = (", and accumulation 1,", f" and {accumulation}") if accumulation > 1 else ("", "")
     raise UserInputError(
-        f"local-steps must be at least {least} with --fragments auto, to hide the exchange of the largest parameter; "
-        f"got {steps}"
+        f"local-steps must be at least {least * accumulation}{too} with --fragments auto, to hide the exchange of the "
+        f"largest parameter; got {steps}{and_got}"
     )
 
 

@@ -266,6 +266,13 @@ def test_where_no_fragment_is_hidden_it_says_what_would_hide_one() -> None:
     )
     assert choose(cluster(), "--local-steps 7 --fragments auto").choices["fragments"] == 2
     with pytest.raises(UserInputError) as refused:
+        choose(cluster(compute=MLP.accumulate(4)), "--accumulation 4 --fragments auto")
+    assert str(refused.value) == (
+        "local-steps must be at least 8, and accumulation 1, with --fragments auto, to hide the exchange of the "
+        "largest parameter; got 1 and 4"
+    )
+    assert choose(cluster(), "--local-steps 8 --fragments auto").choices["fragments"] == 2
+    with pytest.raises(UserInputError) as refused:
         choose(cluster(LinkParams(alpha=0.0, beta=1e-4, gamma=0.0, sync=0.0)), "--local-steps 2 --fragments auto")
     assert str(refused.value) == (
         "fragments must be given where not even 500 local steps hide the exchange of the largest parameter; got auto"
