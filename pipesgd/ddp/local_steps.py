@@ -129,6 +129,7 @@ class AttachedLocalSteps(LocalSteps):
                 check_no_scaler(sys._getframe())
             self._started = True
             self._inner.check_parameters("local steps")
+            self._average()
             finite = are_finite(p.grad for p in self._inner.parameters if p.grad is not None)
             if not (finite or self._skips):
                 raise NonFiniteGradientError(self.iteration)

@@ -308,6 +308,8 @@ class LocalSteps(Strategy):
             )
         self._averaged = _tensors_of_state(optimizer, self._inner.parameters) if average_state else []
         """Tensors of the optimizer's state that are averaged, as parameters and names, alike on all ranks."""
+        self._average_due = False
+        """True from the exchange of a window until the state that belongs to it is averaged."""
         if fragments > 1:
             options |= {"buckets": fragments, "in_turns": True}
         self._ranks = given_ranks(ranks, process_group, timeout)
@@ -384,13 +386,14 @@ class LocalSteps(Strategy):
             self._pipeline.check_usable()
             self._pipeline.check_gradients()
             self._inner.check_parameters("local steps")
+            late = self._average()
             iteration = self.iteration
             with self._pipeline.whole(f"the local step of iteration {iteration}"), self._own_steps.taken():
                 report = self._window.step(functools.partial(self._inner.apply, iteration))
                 self._pipeline.iteration += 1
             culprits = (self._ranks.number(self._ranks.rank),) * len(report.skipped)
             report = dataclasses.replace(report, applied=(), nonfinite_ranks=culprits)
-            return self._finish(report)
+            return self._finish(late.followed_by(report))
 
     def flush(self) -> StepReport:
         """Exchange the window so far, if there is one, and apply all movements in flight. Collective.
@@ -404,7 +407,7 @@ class LocalSteps(Strategy):
         """
         with self._noting_errors(), set_aside_gradients(self._optimizer):
             self._pipeline.check_usable()
-            report = StepReport()
+            report = self._average()
             while self._window.unexchanged:  # less after a call that was interrupted
                 report = report.followed_by(self._exchange())
             return report.followed_by(self._pipeline.flush())
@@ -434,6 +437,7 @@ class LocalSteps(Strategy):
             "optimizer": loadable(copy.deepcopy(self._optimizer.state_dict())),
             "loss_scale": self._inner.loss_scale.state_dict(),
             "window": self._window.state_dict(),
+            "average_due": self._average_due,
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -476,6 +480,7 @@ class LocalSteps(Strategy):
         self._inner.loss_scale.load_state_dict(state["loss_scale"])
         self._pipeline.load_checked(state["pipeline"])
         self._window.load_state_dict(state["window"])
+        self._average_due = bool(self._averaged) and state.get("average_due", False)  # earlier versions had none
 
     def fail(self, error: BaseException) -> None:
         """End every wait at once with ``error``, such as a failure of another rank. Thread-safe."""
@@ -517,24 +522,27 @@ class LocalSteps(Strategy):
         with self._pipeline.whole(f"the movement that ends with iteration {self.iteration - 1}"):
             self._pipeline.iteration -= 1  # a window bears the number of its last iteration
             self._window.end(self._pipeline.next_summed)
+            self._average_due = bool(self._averaged)
             report = self._pipeline.exchange()
-        if self._averaged:
-            report = report.followed_by(self._average())
+        report = report.followed_by(self._average())
         self._window.begin()
         return report
 
     def _average(self) -> StepReport:
-        """Give all ranks the mean of the state of their optimizers.
+        """Give all ranks the mean of the state of their optimizers, if it is due: after an interruption, later.
 
         A parameter that this rank has not stepped with yet gets the state that a step with a gradient of zero makes.
 
         Raises:
             RunError: the mean is not finite, on every rank alike. Each rank keeps its own state.
         """
+        if not self._average_due:
+            return StepReport()
         iteration, begin = self.iteration - 1, time.perf_counter()
         state = self._optimizer.state
         new = list({id(of): of for of, name in self._averaged if state.get(of, {}).get(name) is None}.values())
         with self._pipeline.whole(f"the averages that end with iteration {iteration}"):
+            self._average_due = False
             if new:
                 state.update(zip(new, state_of_a_zero_gradient(self._optimizer, new), strict=True))
             averaged = [state[of][name] for of, name in self._averaged]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import re
 import warnings
@@ -792,14 +793,13 @@ def _interrupt() -> None:
 def _flush_in_parts(ranks: Ranks, options: dict[str, Any], iterations: int, waits: int) -> list[tuple[bool, str]]:
     """Train once for each of this many waits of a flush, in which rank 0 is interrupted, and once without.
 
-    Return whether it was interrupted, and the weights.
+    Return whether it was interrupted, and the weights, together with the optimizer's state if that is averaged.
     """
     found = []
     for last in range(waits + 1):
         model, batches = small_problem(3, [4, 5, 2], iterations, ranks.world_size)
-        with LocalSteps(
-            model, _sgd(model.parameters()), local_steps=2, timeout=5.0, ranks=ranks, **options
-        ) as strategy:
+        optimizer = _sgd(model.parameters())
+        with LocalSteps(model, optimizer, local_steps=2, timeout=5.0, ranks=ranks, **options) as strategy:
             for of_ranks in batches:
                 regress(model, of_ranks[ranks.rank]).backward()
                 strategy.step()
@@ -814,21 +814,62 @@ def _flush_in_parts(ranks: Ranks, options: dict[str, Any], iterations: int, wait
                     interrupted = True
             if interrupted:
                 strategy.flush()
-        found.append((interrupted, weights_sha256(model)))
+        averaged = [of["momentum_buffer"] for of in optimizer.state.values()] if "average_state" in options else []
+        found.append((interrupted, weights_sha256(nn.ParameterList([*model.parameters(), *averaged]))))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "iterations", "waits"),
-    [({}, 5, 2), ({}, 6, 1), ({"fragments": 3}, 5, 4), ({"fragments": 3}, 6, 3), ({"outer": "elastic"}, 5, 2)],
+    [
+        ({}, 5, 2),
+        ({}, 6, 1),
+        ({"fragments": 3}, 5, 4),
+        ({"fragments": 3}, 6, 3),
+        ({"outer": "elastic"}, 5, 2),
+        ({"average_state": True, "width": 1}, 5, 1),
+    ],
 )
 def test_a_flush_that_was_interrupted_is_resumed(options: dict[str, Any], iterations: int, waits: int) -> None:
-    """Rank 0 used to begin again, while the other one had exchanged all fragments."""
+    """Rank 0 used to begin again, while the other one had exchanged all fragments, and to leave averages out."""
     one, other = run_ranks(2, _flush_in_parts, options, iterations, waits)
     assert [interrupted for interrupted, _ in one] == [True] * waits + [False]
     assert {weights for _, weights in one} == {weights for _, weights in other}
     assert len({weights for _, weights in one}) == 1
+
+
+def _average_late(ranks: Ranks, then: str) -> list[float]:
+    """Interrupt rank 0 while it waits for the mean of a window; return the momentum after one more step."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options: dict[str, Any] = {"local_steps": 2, "width": 1, "average_state": True, "timeout": 5.0}
+    with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+
+        def step(gradient: float) -> None:
+            (gradient * model(torch.ones(1, 2)).sum()).backward()
+            strategy.step()
+
+        step(1.0 + ranks.rank)
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks.rank == 0:
+                patch.setattr(strategy._pipeline, "_wait_for_oldest", _interrupt)
+            with pytest.raises(KeyboardInterrupt) if ranks.rank == 0 else contextlib.nullcontext():
+                step(1.0 + ranks.rank)
+        if then == "load" and ranks.rank == 0:
+            strategy.load_state_dict(strategy.state_dict())
+        step(1.0)
+        momentum = [of["momentum_buffer"].flatten()[0].item() for of in optimizer.state.values()]
+        strategy.flush()
+    return momentum
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["step", "load"])
+def test_averages_that_an_interruption_left_out_are_taken_before_the_next_step(then: str) -> None:
+    """Rank 0 used to keep its own momentum, while the other one waited for it."""
+    for momentum in run_ranks(2, _average_late, then):
+        assert momentum == pytest.approx([0.9 * 1.9 * 1.5 + 1] * 2)
 
 
 def _differ(ranks: Ranks) -> str:
