@@ -35,6 +35,14 @@ class LossScale:
     def __init__(self, scaler: torch.amp.GradScaler | None, parameters: Sequence[Tensor]):
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._finite_in_a_row = 0
+        self.check(parameters)
+
+    def check(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse parameters that are not float32, so that they need no scale or cannot be scaled.
+
+        Raises:
+            UserInputError: there are such parameters, and a scaler.
+        """
         for dtype in (torch.bfloat16, torch.float16):
             if self._scaler is not None and any(parameter.dtype == dtype for parameter in parameters):
                 raise UserInputError(

@@ -192,7 +192,9 @@ class SynchronousUpdate:
         """Follow the optimizer's parameters: nothing is exchanged, so they may be frozen, unfrozen or added to."""
         identities = trainable_identities(self._optimizer)
         if identities != self._identities:
-            self.parameters, self._identities = trainable_parameters(self._optimizer), identities
+            parameters = trainable_parameters(self._optimizer)
+            self.loss_scale.check(parameters)
+            self.parameters, self._identities = parameters, identities
             drop_gradients_of_frozen(self._optimizer)
 
     def check_parameters(self, strategy: str) -> None:

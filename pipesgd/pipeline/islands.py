@@ -48,8 +48,21 @@ class Replica:
     def connect(self) -> None:
         """Connect to the other members."""
 
+    def check(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Refuse parameters of ``model`` that a replica like this one cannot train.
+
+        Raises:
+            UserInputError: there are such parameters.
+        """
+        for parameter in parameters:
+            if is_dtensor(parameter):
+                raise UserInputError(
+                    "mesh must be given where a parameter is a DTensor, with islands along its first dimension; got "
+                    f"none, and {_name(model, parameter)} on {_on(parameter)}"
+                )
+
     def follow(self, parameters: Sequence[Tensor]) -> None:
-        """Expect gradients of these parameters from now on."""
+        """Expect gradients of these parameters, which ``check`` accepts, from now on."""
 
     def share(self, model: nn.Module, also: Sequence[Tensor]) -> None:
         """Give all members the first one's values of what is not sharded of ``model``'s parameters and buffers, and of
@@ -116,11 +129,21 @@ class Island(Replica):
     """
 
     def __init__(self, mesh: Any, model: nn.Module, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer):
-        numbers = _members_on(mesh)
-        _check_parameters(model, parameters, optimizer, numbers)
+        self._numbers = _members_on(mesh)
+        sharded = [parameter for parameter in parameters if sharded_dimensions(parameter)]
+        if not sharded:
+            raise UserInputError(
+                "mesh must be left out unless the optimizer's parameters are sharded over its inner dimensions (by "
+                "parallelize_module or fully_shard, before the optimizer is made); got none that is"
+            )
+        self.check(model, parameters)
+        if isinstance(optimizer, OF_WHOLE_MATRICES):
+            raise UserInputError(
+                f"optimizer must update value by value {WITH_ISLANDS}; got {type(optimizer).__name__}, which needs the "
+                f"whole of {_name(model, sharded[0])}"
+            )
         self.between = mesh.get_group(0)
         self.shape = tuple(mesh.shape)
-        self._numbers = numbers
         self._parameters = parameters
         self._counts: list[bool] = []
         """For each parameter, whether this rank counts the values that it holds of it."""
@@ -129,6 +152,21 @@ class Island(Replica):
         self._model = model
         self._not_compared: set[int] = set()
         """Identities of the parameters that members hold alike, and whose gradients were not compared yet."""
+
+    def check(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            name = _name(model, parameter)
+            if parameter.is_complex():
+                raise UserInputError(f"parameters must be real {WITH_ISLANDS}; got {name} in {parameter.dtype}")
+            if not is_dtensor(parameter):
+                continue
+            if "Partial" in layout(parameter):
+                raise UserInputError(f"parameters must be sharded or replicated; got {name} on {_on(parameter)}")
+            if not set(ranks_of(parameter)) <= set(self._numbers):
+                raise UserInputError(
+                    f"parameters must be sharded inside an island, here {named(self._numbers)}; got {name} on "
+                    f"{_on(parameter)}"
+                )
 
     def join(self, between: Ranks) -> None:
         self._ranks = among(self._numbers, between.standing)
@@ -258,13 +296,9 @@ def replica_of(
         UserInputError: a DTensor without a mesh, or what ``Island`` refuses.
     """
     if mesh is None:
-        for parameter in parameters:
-            if is_dtensor(parameter):
-                raise UserInputError(
-                    "mesh must be given where a parameter is a DTensor, with islands along its first dimension; got "
-                    f"none, and {_name(model, parameter)} on {_on(parameter)}"
-                )
-        return Replica()
+        replica = Replica()
+        replica.check(model, parameters)
+        return replica
     for option, used in refused.items():
         if used:
             raise UserInputError(f"{option} must be left out {WITH_ISLANDS}; got both")
@@ -290,36 +324,6 @@ def _members_on(mesh: Any) -> list[int]:
         )
     members: list[int] = mesh.mesh[coordinate[0]].flatten().tolist()
     return members
-
-
-def _check_parameters(
-    model: nn.Module, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, members: Sequence[int]
-) -> None:
-    """Refuse parameters that are not split inside this rank's island, by ``members``, or not updated value by value."""
-    sharded = [parameter for parameter in parameters if sharded_dimensions(parameter)]
-    if not sharded:
-        raise UserInputError(
-            "mesh must be left out unless the optimizer's parameters are sharded over its inner dimensions (by "
-            "parallelize_module or fully_shard, before the optimizer is made); got none that is"
-        )
-    for parameter in parameters:
-        name = _name(model, parameter)
-        if parameter.is_complex():
-            raise UserInputError(f"parameters must be real {WITH_ISLANDS}; got {name} in {parameter.dtype}")
-        if not is_dtensor(parameter):
-            continue
-        if "Partial" in layout(parameter):
-            raise UserInputError(f"parameters must be sharded or replicated; got {name} on {_on(parameter)}")
-        if not set(ranks_of(parameter)) <= set(members):
-            raise UserInputError(
-                f"parameters must be sharded inside an island, here {named(list(members))}; got {name} on "
-                f"{_on(parameter)}"
-            )
-    if isinstance(optimizer, OF_WHOLE_MATRICES):
-        raise UserInputError(
-            f"optimizer must update value by value {WITH_ISLANDS}; got {type(optimizer).__name__}, which needs the "
-            f"whole of {_name(model, sharded[0])}"
-        )
 
 
 def _on(parameter: Tensor) -> str:

@@ -729,7 +729,7 @@ class Pipelined(Strategy):
                 "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
             )
         self._meet("change of parameters", lambda: None).result()
-        new = self._ranks.raise_together("buckets", self._cut.again)
+        new = self._ranks.raise_together("buckets", self._changed_cut)
         try:
             check_same_training(self.all_ranks, self._settings, new)
             self._updates.follow(new.parameters)
@@ -742,6 +742,14 @@ class Pipelined(Strategy):
         except BaseException as error:  # this rank has other parameters than the rest
             self.fail(error)
             raise
+
+    def _changed_cut(self) -> Cut:
+        """Return the parameters that are trained now, which must pass the constructor's checks, too."""
+        cut = self._cut.again()
+        self._replica.check(self.module, cut.parameters)
+        check_reducer(self._codec_options, self._optimizer, cut.parameters, self._settings["seed"])
+        self._loss_scale.check(cut.parameters)
+        return cut
 
     def _begin(self, cut: Cut) -> None:
         """Exchange the buckets of ``cut`` from now on. Nothing is in flight."""

@@ -481,6 +481,24 @@ def test_all_members_get_the_first_ones_values_of_an_added_parameter() -> None:
         )
 
 
+def _add_complex(ranks: Ranks) -> str:
+    member = Member((1, 1, 2), case("sgd", width=1))
+    member.iterate(0)
+    member.model.new = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    member.optimizer.add_param_group({"params": [member.model.new]})
+    try:
+        with member.pipeline:
+            member.pipeline.step()
+    except UserInputError as error:
+        return str(error)
+    return ""
+
+
+def test_an_added_parameter_must_be_one_that_members_can_train() -> None:
+    said = "parameters must be real with a mesh of islands; got new in torch.complex64"
+    assert run_ranks(2, _add_complex) == [said] * 2
+
+
 def _refused(ranks: Ranks) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("islands", "inside"))
 

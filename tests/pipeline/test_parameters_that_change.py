@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,6 +194,35 @@ def test_a_change_that_leaves_too_few_parameters_for_the_buckets_is_refused_and_
                 assert pipeline.step().applied == (iteration,)
         found.append(weights_sha256(model))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "momentum", "message"),
+    [
+        (
+            partial(Pipelined, codec=CodecOptions(codec="topk", momentum_correction=0.9)),
+            torch.float32,
+            0.9,
+            "momentum must be 0 with momentum_correction, which replaces it; got 0.9",
+        ),
+        *((partial(make, scaler=torch.amp.GradScaler("cpu")), torch.bfloat16, 0.0, "scaler must be left out unless")
+          for make in (Pipelined, Local)),
+    ],
+)  # fmt: skip
+def test_parameters_that_are_added_must_pass_the_checks_at_the_start(
+    make: Any, dtype: torch.dtype, momentum: float, message: str
+) -> None:
+    """A head that was added with its own momentum was trained with two."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = make(model, optimizer)
+    model.head = nn.Parameter(torch.ones(2, dtype=dtype))
+    optimizer.add_param_group({"params": [model.head], "momentum": momentum})
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(UserInputError, match=message):
+            strategy.step()
+    strategy.close()
 
 
 def _only_one_rank_changes(ranks: Ranks, both: bool) -> Any:
