@@ -157,7 +157,8 @@ def compute_alike(
     Raises:
         DisagreementError: they differ, and ``drift`` is false.
     """
-    same = [check_same_bits(ranks, optimizer, clip, allow_drift=drift) for ranks in all_ranks]
+    may_drift = len(all_ranks) == 1  # members of an island may not
+    same = [check_same_bits(ranks, optimizer, clip, allow_drift=drift, may_drift=may_drift) for ranks in all_ranks]
     is_own = not type(optimizer).__module__.startswith("torch.optim")  # of which nothing else is known
     multiplying = {
         f"with reduce {reduce}": reduce in ("factors", "auto"),
@@ -171,8 +172,12 @@ def compute_alike(
     return all(same)
 
 
-def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, clip: Clipping, *, allow_drift: bool) -> bool:
+def check_same_bits(
+    ranks: Ranks, optimizer: torch.optim.Optimizer, clip: Clipping, *, allow_drift: bool, may_drift: bool
+) -> bool:
     """Return whether the updates of all ranks have the same bits. Collective.
+
+    The message of a refusal names ``--allow-drift`` only where ranks ``may_drift``.
 
     Raises:
         DisagreementError: they differ, and ``allow_drift`` is false; the message says which ranks compute how.
@@ -188,13 +193,19 @@ def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, clip: Clippi
     kinds: dict[str, list[int]] = {}
     for rank, (_, machine, instructions) in enumerate(found):
         kinds.setdefault(f"{machine} {instructions}", []).append(ranks.number(rank))
+    if len(kinds) == 1:
+        raise DisagreementError(
+            f"updates by {type(optimizer).__name__} must have the same bits on all ranks; got others, although all "
+            f"processors are {next(iter(kinds))}: let it draw the same random numbers on all ranks, if it draws any, "
+            "or else install the same version of torch"
+        )
     got = ", ".join(f"{kind} on {named(of)}" for kind, of in kinds.items())
     common = _common_capability([(machine, instructions) for _, machine, instructions in found])
-    remedy = (
-        f"set ATEN_CPU_CAPABILITY={common} on all ranks"
-        if common
-        else "they have no ATEN_CPU_CAPABILITY in common; --allow-drift shares rank 0's weights now and then"
-    )
+    if common:
+        remedy = f"set ATEN_CPU_CAPABILITY={common} on all ranks"
+    else:
+        remedy = "they have no ATEN_CPU_CAPABILITY in common"
+        remedy += "; --allow-drift shares rank 0's weights now and then" if may_drift else ""
     raise DisagreementError(f"processors must compute the same bits on all ranks; got {got}: {remedy}")
 
 

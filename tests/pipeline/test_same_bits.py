@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from pipesgd import Pipelined
 from pipesgd.errors import DisagreementError
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.muon import MuonWithAdamW
-from pipesgd.pipeline.sameness import _common_capability, bits_of_updates
+from pipesgd.pipeline import sameness
+from pipesgd.pipeline.sameness import _common_capability, bits_of_updates, check_same_bits
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
@@ -90,6 +92,59 @@ def _alike(ranks: Ranks) -> bool:
 
 def test_processors_of_one_kind_do_not_drift() -> None:
     assert run_ranks(2, _alike) == [False, False]
+
+
+class Noisy(torch.optim.SGD):
+    """Stochastic gradient Langevin dynamics with random numbers of torch's own generator."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += torch.randn_like(parameter)
+        super().step()
+
+
+def _start_with_noise(ranks: Ranks) -> list[str]:
+    """Return what is said of noise that differs between the ranks, and of noise that does not."""
+    model = nn.Linear(3, 2)
+    found = []
+    for seed in (ranks.rank, 7):
+        torch.manual_seed(seed)
+        try:
+            Pipelined(model, Noisy(model.parameters(), lr=0.1), prediction="none", ranks=ranks).close()
+        except DisagreementError as error:
+            found.append(str(error))
+    return found
+
+
+def test_an_optimizer_that_draws_random_numbers_is_not_taken_for_another_processor() -> None:
+    """It was told that its processors have nothing in common, and to let replicas drift."""
+    kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    said = (
+        f"updates by Noisy must have the same bits on all ranks; got others, although all processors are {kind}: let "
+        "it draw the same random numbers on all ranks, if it draws any, or else install the same version of torch"
+    )
+    assert run_ranks(2, _start_with_noise) == [[said]] * 2
+
+
+def _of_other_machines(ranks: Ranks) -> list[str]:
+    """Return what is said to rank 0, on another machine than rank 1, where ranks may drift, and where they may not."""
+    parameters = [nn.Parameter(torch.zeros(2))]
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "machine", lambda: ("x86_64", "aarch64")[ranks.rank])
+        patch.setattr(sameness, "bits_of_updates", lambda *_: f"bits of rank {ranks.rank}")
+        for may_drift in (True, False):
+            with pytest.raises(DisagreementError) as refused:
+                check_same_bits(ranks, torch.optim.SGD(parameters), Clipping(), allow_drift=False, may_drift=may_drift)
+            found.append(str(refused.value))
+    return found
+
+
+def test_drift_is_no_remedy_inside_an_island() -> None:
+    for may, may_not in run_ranks(2, _of_other_machines):
+        assert may == f"{may_not}; --allow-drift shares rank 0's weights now and then"
+        assert may_not.endswith("they have no ATEN_CPU_CAPABILITY in common")
 
 
 def _start_with_other_threads(ranks: Ranks) -> dict[str, str]:
