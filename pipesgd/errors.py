@@ -11,7 +11,7 @@ PipesgdError
     │   └── PeerFailed                         a peer has reported that it failed
     ├── OutOfStepError                         the ranks are in different calls or iterations
     ├── StoppedBySignal                        Ctrl-C or SIGTERM ended it in order: exit code 130 or 143
-    ├── NonFiniteGradientError                 NaN or infinity in an averaged gradient
+    ├── NonFiniteGradientError                 NaN or infinity in a gradient
     └── ReplicasDivergedError                  the true weights differ between ranks
 """
 
@@ -159,16 +159,23 @@ class OutOfStepError(RunError):
 class NonFiniteGradientError(RunError, ArithmeticError):
     """The averaged gradient of ``iteration`` holds a NaN or an infinity, on every rank alike.
 
-    ``ranks`` are the ranks, out of ``world_size``, whose own gradient holds one; None if they are not known.
+    ``ranks`` are the ranks, out of ``world_size``, whose own gradient holds one; None if they are not known. With
+    ``own``, it is the gradient of this rank alone, which was not averaged.
     """
 
-    def __init__(self, iteration: int, ranks: Sequence[int] | None = None, world_size: int = 1):
+    def __init__(self, iteration: int, ranks: Sequence[int] | None = None, world_size: int = 1, *, own: bool = False):
         self.iteration = iteration
         self.ranks = ranks
         self.world_size = world_size
+        self.own = own
         super().__init__(iteration, ranks, world_size)
 
     def __str__(self) -> str:
+        if self.own:
+            return (
+                f"this rank's own gradient of iteration {self.iteration} holds a NaN or an infinity: look at the data "
+                "there, lower --lr, or leave such gradients out with --on-nonfinite skip"
+            )
         return f"the averaged gradient of iteration {self.iteration} holds a NaN or an infinity: {self._advice()}"
 
     def _advice(self) -> str:

@@ -79,7 +79,7 @@ class Ddp(Strategy):
         self.iteration = 0
         self.replicated = True
         self._model = model
-        self._update = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
+        self._update = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite, averaged=True)
         self._ranks = ranks
         self._timeout = timeout
         self._all_reduce = make_all_reduce("native", ranks, timeout=timeout)

@@ -132,7 +132,7 @@ class AttachedLocalSteps(LocalSteps):
             self._average()
             finite = are_finite(p.grad for p in self._inner.parameters if p.grad is not None)
             if not (finite or self._skips):
-                raise NonFiniteGradientError(self.iteration)
+                raise NonFiniteGradientError(self.iteration, own=True)
             self._update.enter_context(self._pipeline.whole(f"the local step of iteration {self.iteration}"))
             self._window.work()
             self._skipped = not finite

@@ -167,6 +167,7 @@ class SynchronousUpdate:
         clip: clipping of the gradients; None clips nothing.
         scaler: scaler of the losses, with float16 (``pipesgd.optim.loss_scale``).
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
+        averaged: whether the gradients are means over the ranks, and not this rank's own.
 
     Raises:
         UserInputError: a value is out of range, or the optimizer has no parameter to train.
@@ -179,12 +180,14 @@ class SynchronousUpdate:
         clip: Clipping | None,
         scaler: torch.amp.GradScaler | None,
         on_nonfinite: str,
+        averaged: bool = False,
     ):
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self.parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
         self.loss_scale = LossScale(scaler, self.parameters)
         self._optimizer = optimizer
         self._clip = clip or Clipping()
+        self._averaged = averaged
         self._skip_nonfinite = on_nonfinite == "skip" or self.loss_scale.skips
         drop_gradients(optimizer)
 
@@ -222,7 +225,7 @@ class SynchronousUpdate:
         elif self._skip_nonfinite:
             count_as_stepped(self._optimizer)
         else:
-            raise NonFiniteGradientError(iteration)
+            raise NonFiniteGradientError(iteration, own=not self._averaged)
         self._optimizer.zero_grad()
         return StepReport(
             applied=(iteration,) if finite else (),

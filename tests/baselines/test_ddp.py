@@ -135,7 +135,7 @@ def _fail_with_infinity(ranks: Ranks, on_nonfinite: str) -> Any:
             strategy.module(inputs).sum().backward()
             assert strategy.step().skipped == ((1,) if iteration == 1 else ())
     except NonFiniteGradientError as failure:
-        return type(failure), failure.iteration
+        return type(failure), failure.iteration, failure.own
     finally:
         strategy.close()
     return float(model.weight.sum())
@@ -181,7 +181,7 @@ def test_a_silent_rank_ends_the_wait_within_the_deadline(
 
 
 def test_a_gradient_that_is_not_finite_stops_or_is_skipped_on_all_ranks() -> None:
-    assert run_ranks(2, _fail_with_infinity, "stop") == [(NonFiniteGradientError, 1)] * 2
+    assert run_ranks(2, _fail_with_infinity, "stop") == [(NonFiniteGradientError, 1, False)] * 2
     one, other = run_ranks(2, _fail_with_infinity, "skip")
     assert one == other
     assert one == one  # not NaN: the infinity did not get into the weights

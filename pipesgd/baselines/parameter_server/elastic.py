@@ -161,7 +161,7 @@ class ElasticServers(ParameterServers):
         """Begin to exchange this worker's weights for the difference; return the number of bytes that go out."""
         self._gradient.fill_from(self._values)
         if not all_finite(self._gradient):
-            raise NonFiniteGradientError(self.iteration - 1)
+            raise NonFiniteGradientError(self.iteration - 1, own=True)
         self._make_room()
         self._asked_at, self._asked_after = time.perf_counter(), self.iteration
         push = RequestMessage(Request.PUSH)
