@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipesgd.flat_buffer import BucketedBuffer, make_dense, pack_gradients
+from pipesgd.flat_buffer import BucketedBuffer, make_dense, pack_gradients, rearranged
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.factor_hooks import FactorHooks
@@ -31,10 +31,13 @@ class Packing:
         self._factor_hooks = factor_hooks
         self.left_out: Sequence[Tensor] = ()
         """Values that the next gradient gets in addition, for each of its flat tensors; none adds nothing."""
+        self._cut = cut
         self.begin(cut)
 
     def begin(self, cut: Cut) -> None:
         """Pack the gradients of ``cut`` from now on, into buffers of its own."""
+        if self.left_out:
+            self.left_out = rearranged(self.left_out, self._cut.whole_buckets, cut.whole_buckets)
         self._cut = cut
         self._pool: list[BucketedBuffer] = []
         self.outgoing: Outgoing | None = None

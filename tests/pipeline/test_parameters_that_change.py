@@ -275,6 +275,19 @@ def test_what_a_codec_remembers_follows_a_change(codec: str, buckets: int) -> No
     assert results[0] == results[1]
 
 
+def test_what_another_codec_left_out_follows_a_change() -> None:
+    """It stayed in the layout of before, whose sizes did not fit, after all gradients had been taken over."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
+    start = [parameter.item() for parameter in model[1].parameters()]
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=1) as pipeline:
+        pipeline.add_to_next_gradient([torch.tensor([1.0, 2.0, 4.0])])
+        model[0].requires_grad_(False)
+        (0.0 * model(torch.ones(1, 1)).sum()).backward()
+        pipeline.step()
+    moved = [before - after.item() for before, after in zip(start, model[1].parameters(), strict=True)]
+    assert moved == pytest.approx([2.0, 4.0])
+
+
 def test_remembered_values_stay_with_their_parameter() -> None:
     a, b, c = torch.zeros(2), torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 2)
     new = torch.zeros(1)
