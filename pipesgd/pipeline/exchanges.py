@@ -29,12 +29,13 @@ class Exchanges:
 
     def __init__(self, model: nn.Module, reduce: str, choices: Mapping[int, str] | None = None):
         self.reduce = reduce
-        self.choices = dict(choices or {})
         self._model = model
         kinds = [kind for kind in GATHERING if reduce in (kind, "auto")]
         self._weights = {kind: GATHERING[kind].weights(model) for kind in kinds}
         self.kinds = {id(weight): kind for kind, weights in self._weights.items() for weight in weights}
         """Reducer of ``GATHERING`` that may exchange a parameter, by the parameter's id."""
+        # Of weights that the model no longer has, choices are dropped: a later one may get the id.
+        self.choices = {one: how for one, how in (choices or {}).items() if one in self.kinds}
 
     def again(self, choices: Mapping[int, str] | None = None) -> Exchanges:
         """Return the exchanges of the model as it is now, with ``choices``, or those that were made."""

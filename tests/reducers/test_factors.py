@@ -334,6 +334,15 @@ def test_linear_layers_are_a_bucket_between_the_others_and_the_embeddings() -> N
     assert Exchanges(model, "matrix").apart() == []
 
 
+def test_a_layer_that_is_replaced_takes_its_choice_with_it() -> None:
+    """Another layer's weight may get the id of one that is gone, on some ranks alone."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    kept, gone = model[0].weight, model[1].weight
+    exchanges = Exchanges(model, "auto", {id(kept): "factors", id(gone): "matrix"})
+    model[1] = nn.Linear(2, 2)
+    assert exchanges.again().choices == {id(kept): "factors"}
+
+
 @given(
     rows=st.integers(1, 60),
     columns=st.integers(1, 60),
