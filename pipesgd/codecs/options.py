@@ -66,11 +66,14 @@ class CodecOptions:
         )  # fmt: skip
         if self.codec == "qsgd" and self.gives_back:
             most = ((1 if self.stochastic else 2) * self.qsgd_levels) ** 2 - 1
-            if self.block > most:
-                raise UserInputError(
-                    f"codec-block must be at most {most} with --codec qsgd --qsgd-levels {self.qsgd_levels} "
-                    f"--error-feedback on, or residuals can grow without end; got {self.block}"
-                )
+            refuse(
+                (most == 0,
+                 "error-feedback must be off with --codec qsgd --qsgd-levels 1 --rounding stochastic, or residuals can "
+                 "grow without end; got on"),
+                (self.block > most,
+                 f"codec-block must be at most {most} with --codec qsgd --qsgd-levels {self.qsgd_levels} "
+                 f"--error-feedback on, or residuals can grow without end; got {self.block}"),
+            )  # fmt: skip
 
     @property
     def stochastic(self) -> bool:

@@ -93,6 +93,15 @@ def test_error_feedback_with_qsgd_needs_small_blocks(options: dict[str, Any], mo
     assert CodecOptions(codec="qsgd", error_feedback="on", **{**options, "codec_block": most}).gives_back
 
 
+def test_no_block_is_small_enough_for_error_feedback_with_one_level_that_is_rounded_stochastically() -> None:
+    """The least block that the message named was 0, which is refused."""
+    with pytest.raises(
+        UserInputError, match=r"^error-feedback must be off with --codec qsgd --qsgd-levels 1 .*; got on$"
+    ):
+        CodecOptions(codec="qsgd", qsgd_levels=1, rounding="stochastic", error_feedback="on", codec_block=1)
+    CodecOptions(codec="qsgd", qsgd_levels=1, rounding="stochastic", error_feedback="off", codec_block=1)
+
+
 DECODE_ONCE = """
 import torch
 from pipesgd.codecs.floats import Bf16
