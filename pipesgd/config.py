@@ -259,6 +259,7 @@ class TrainConfig:
         optimization, pipeline, compression = self.optimization, self.pipeline, self.compression
         strategy, correction, replicas = pipeline.strategy, compression.momentum_correction, self.run.check_replicas
         by_sgd, on_servers = optimization.optimizer == "sgd", strategy in GRADIENT_SERVERS
+        corrects = correction > 0 and not pipeline.in_windows  # which have an outer optimizer, whose momentum it is
         if strategy == "pipelined":
             compression.check_all_reduce(pipeline.all_reduce)
             compression.check_outer(pipeline.outer or "average")
@@ -276,9 +277,9 @@ class TrainConfig:
             (pipeline.local_steps > 1 and optimization.accumulation > 1,
              "accumulation must be 1 with --local-steps, the other way to exchange less often; "
              f"got {optimization.accumulation}"),
-            (correction > 0 and optimization.optimizer == "nesterov",
+            (corrects and optimization.optimizer == "nesterov",
              "optimizer must be sgd with --momentum-correction, which replaces its momentum; got nesterov"),
-            (correction > 0 and by_sgd and optimization.momentum > 0,
+            (corrects and by_sgd and optimization.momentum > 0,
              f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"),
             (pipeline.average_state and by_sgd and optimization.momentum == 0,
              "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without; got 0"),

@@ -543,6 +543,13 @@ def test_a_dry_runs_file_trains_when_it_is_read_back(tmp_path: Path, once: str) 
     assert parse(["--config", str(path), "--resume"]).run.resume
 
 
+@pytest.mark.parametrize("words", ["", "--width 1 --average-state", "--optimizer nesterov"])
+def test_momentum_of_movements_leaves_that_of_the_local_steps_alone(words: str) -> None:
+    """With averaged state, momentum had to be 0, and then above 0."""
+    config = parse(f"--local-steps 2 --codec topk --momentum-correction 0.9 {words}".split())
+    assert (config.compression.momentum_correction, config.optimization.momentum) == (0.9, 0.9)
+
+
 @pytest.mark.parametrize("all_reduce", ALL_REDUCES)
 def test_a_gpu_goes_with_every_all_reduce(all_reduce: str) -> None:
     assert parse(["--device", "cuda", "--all-reduce", all_reduce]).run.device == "cuda"

@@ -47,7 +47,8 @@ class CodecOptions:
     density_warmup: int = option(0, at_least=0, read_by={"codec": ("topk",)})
     """Iterations in which --codec topk lowers the density from a quarter to --density, by a constant factor."""
     momentum_correction: float = option(0.0, at_least=0, read_by={"codec": ("topk",)})
-    """Momentum that --codec topk applies before it selects values (with --momentum 0 for the optimizer)."""
+    """Momentum that --codec topk applies before it selects values (with --momentum 0 for the optimizer; with
+    --local-steps it is momentum of movements, and the optimizer keeps its own)."""
     low_rank: int = option(4, at_least=1, read_by={"codec": ("powersgd",)})
     """Rank of the factors that --codec powersgd sends for a matrix."""
 
