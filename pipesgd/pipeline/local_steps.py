@@ -579,7 +579,8 @@ def _tensors_of_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Ten
         states = state_of_a_zero_gradient(optimizer, parameters)
     except Exception as failure:  # an optimizer of the user's own may raise anything
         raise UserInputError(
-            f"average-state must be left out with an optimizer that a copy cannot try; got {kind}: {failure}"
+            f"average-state must be left out with an optimizer that a copy cannot try; got {kind}: "
+            f"{failure.__cause__ or failure}"
         ) from failure
     found = [
         (parameter, name)

@@ -351,6 +351,23 @@ def test_an_optimizer_without_state_to_average_is_refused() -> None:
         LocalSteps(model, torch.optim.SGD(model.parameters()), local_steps=2, width=1, average_state=True)
 
 
+class OneOfAKind(torch.optim.SGD):
+    """An optimizer that cannot be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("one of a kind")
+
+
+def test_an_optimizer_that_cannot_be_copied_has_no_state_to_average() -> None:
+    """It was told that prediction must be none, an option that local steps refuse."""
+    model = nn.Linear(2, 1)
+    with pytest.raises(UserInputError) as refused:
+        LocalSteps(model, OneOfAKind(model.parameters()), local_steps=2, width=1, average_state=True)
+    assert str(refused.value) == (
+        "average-state must be left out with an optimizer that a copy cannot try; got OneOfAKind: one of a kind"
+    )
+
+
 def _awagd(ranks: Ranks, lr: float) -> list[tuple[Outcome, list[float]]]:
     """Train by averages of weights, and by those of weights and momentum; return this rank's momentum, too."""
     results = []
