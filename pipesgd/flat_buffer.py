@@ -143,10 +143,7 @@ def _kind(tensor: Tensor) -> Kind:
 def check_dense(parameters: Sequence[Tensor]) -> None:
     """Raise ``UserInputError`` if a gradient of ``parameters`` is sparse, so that it cannot be packed."""
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-        raise UserInputError(
-            "gradients must be dense; got a sparse one (use sparse=False in torch.nn.Embedding, or --reduce rows with "
-            "strategy pipelined)"
-        )
+        raise UserInputError("gradients must be dense; got a sparse one (use sparse=False in torch.nn.Embedding)")
 
 
 def make_dense(parameters: Sequence[Tensor]) -> None:
