@@ -57,8 +57,9 @@ class StepReport:
     counted when they have arrived: how many there are depends on all ranks."""
     gradient_norm: float | None = None
     """Norm of the averaged gradient that was applied last, before clipping, to as many digits as float32 sums have. It
-    is the same on all ranks that have the same processor and number of threads. None if none was applied, and from
-    strategies other than ``Pipelined``, which gets it from the pass that looks for NaN and infinity."""
+    is the same on all ranks that have the same processor and number of threads. With local steps it is that of the
+    mean movement. None if none was applied, and from other strategies than ``Pipelined`` and ``LocalSteps``, which get
+    it from the pass that looks for NaN and infinity."""
     comparison: Comparison | None = None
     """Quality of the prediction of the newest mean that arrived."""
     fell_back: bool = False

@@ -154,8 +154,8 @@ class Pipelined(Strategy):
             Refused with a mesh.
         mesh: a device mesh of torch.distributed whose first dimension is the one between islands; the parameters are
             DTensors, split over the other dimensions. Each rank exchanges its shards with the ranks that have the same
-            place in other islands (``pipesgd.pipeline.islands``). topk, powersgd, rows, ``allow_drift``, ``ranks``,
-            ``process_group`` and optimizers that need whole matrices are refused.
+            place in other islands (``pipesgd.pipeline.islands``). topk, powersgd, every ``reduce`` but "matrix",
+            ``allow_drift``, ``ranks``, ``process_group`` and optimizers that need whole matrices are refused.
 
     Raises:
         UserInputError: a value out of range, an optimizer without a parameter to train, or a ``process_group`` without
