@@ -146,13 +146,15 @@ def by_attached(
     closure: bool = False,
     scaler: torch.amp.GradScaler | None = None,
     ddp: dict[str, Any] | None = None,
+    compiled: str | None = None,
     poison: int | None = None,
     **options: Any,
 ) -> Weights:
-    """Train in the loop of a DDP program."""
+    """Train in the loop of a DDP program, whose model is ``compiled`` by this backend."""
     model = make_model()
+    called: Any = torch.compile(model, backend=compiled) if compiled else model
     keywords = {"bucket_cap_mb": SMALL_BUCKETS, "broadcast_buffers": "local_steps" not in options} | (ddp or {})
-    ddp_model = DistributedDataParallel(model, **keywords)
+    ddp_model = DistributedDataParallel(called, **keywords)
     optimizer = make_optimizer(optimizer_name, model)
     schedule = falling(optimizer)
     if "local_steps" not in options:
@@ -214,6 +216,8 @@ def both(ranks: Ranks, options: dict[str, Any], only_here: dict[str, Any]) -> tu
         ({"branches": True}, {"ddp": {"find_unused_parameters": True, "gradient_as_bucket_view": True}}),
         ({"clip_norm": 0.5}, {}),
         ({"codec": "int8"}, {"closure": True}),
+        ({"codec": "int8"}, {"compiled": "aot_eager", "ddp": {"bucket_cap_mb": 25}}),
+        ({"local_steps": 2}, {"compiled": "eager", "ddp": {"bucket_cap_mb": 25}}),  # at least 1, says torch
         ({"local_steps": 3, "width": 1}, {}),
         ({"local_steps": 3, "codec": "int4", "clip_norm": 0.5, "optimizer_name": "adam"}, {}),
         ({"local_steps": 3, "width": 1, "outer": "elastic"}, {"ddp": {"gradient_as_bucket_view": True}}),
@@ -775,6 +779,9 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
         return DistributedDataParallel(make_model())
 
     found["no DDP"] = refusal(lambda: attach(make_model(), make_optimizer("sgd", make_model())))  # type: ignore[arg-type]
+    outside: Any = torch.compile(ddp(), backend="eager")
+    found["compiled"] = refusal(lambda: start(outside))
+    found["compiled, compressed"] = refusal(lambda: compress(outside))
     hooked = ddp()
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
     found["hook"] = refusal(lambda: attach(hooked, make_optimizer("sgd", hooked)))
@@ -843,9 +850,15 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
 
 
 def test_what_cannot_work_is_refused_in_one_line() -> None:
+    compiled = (
+        "ddp_model must be a DistributedDataParallel; got OptimizedModule: compile what is inside, "
+        "DistributedDataParallel(torch.compile(layers))"
+    )
     for found in run_ranks(2, _refusals):
         assert found == {
             "no DDP": "ddp_model must be a DistributedDataParallel; got Model",
+            "compiled": compiled,
+            "compiled, compressed": compiled,
             "hook": "ddp_model must have no communication hook; got one with allreduce_hook",
             "hook, compressed": "ddp_model must have no communication hook; got one with allreduce_hook",
             "max_norm": "max_norm must be None in an embedding that is trained, since each rank's forward passes would "

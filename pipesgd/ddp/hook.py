@@ -26,8 +26,10 @@ def check_model(ddp_model: DistributedDataParallel) -> None:
     Raises:
         UserInputError: it is another module, has a communication hook already, or reduces in mixed precision.
     """
+    compiled = isinstance(getattr(ddp_model, "_orig_mod", None), DistributedDataParallel)
+    remedy = ": compile what is inside, DistributedDataParallel(torch.compile(layers))" if compiled else ""
     if not isinstance(ddp_model, DistributedDataParallel):
-        raise UserInputError(f"ddp_model must be a DistributedDataParallel; got {type(ddp_model).__name__}")
+        raise UserInputError(f"ddp_model must be a DistributedDataParallel; got {type(ddp_model).__name__}{remedy}")
     for hook, state in ddp_model._comm_hooks:
         if isinstance(state, BucketHook) and state.is_free:
             continue
