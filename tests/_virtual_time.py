@@ -100,10 +100,12 @@ def virtual_time(
     segment_bytes: int,
     *,
     posted: bool = False,
+    paced: bool = False,
 ) -> float:
     """Return the seconds that ``ScheduledAllReduce`` takes to reduce ``numel`` values, until the last rank is done.
 
-    With ``posted``, no message leaves before its receive is posted.
+    With ``posted``, no message leaves before its receive is posted. With ``paced``, none is handed over before the one
+    before has left, as at a rate limit.
     """
 
     def record(memory: MemoryTransport) -> list[Task]:
@@ -113,6 +115,7 @@ def virtual_time(
             schedule(transport.rank, world_size),
             TimedCodec(codec, cost, transport),
             segment_bytes=segment_bytes,
+            paced=paced,
         )
         all_reduce(torch.ones(numel))
         return transport.tasks

@@ -49,6 +49,8 @@ class Costs:
     parts: tuple[Parts, ...]
     """Gradients whose parts are gathered."""
     sharing: float
+    rate_limit: float
+    """Most bytes that a rank sends in a second; infinite without a limit."""
 
 
 def costs_of(job: Job) -> Costs:
@@ -71,6 +73,7 @@ def costs_of(job: Job) -> Costs:
         noise=job.noise,
         parts=job.parts,
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
+        rate_limit=math.inf if job.rate_limit is None else job.rate_limit,
     )
 
 
@@ -106,7 +109,7 @@ def _pipelined_iteration(job: Job, noise: Noise, buckets: Buckets, times: Comput
     late = _in_last_micro_batch(job, buckets)
     share, last = late[-1]
     if last.total > 0:  # earlier ones are handed over during the backward pass
-        late[-1] = share, CollectiveTime(last.total + times.handover, last.wire + times.handover, last.codec)
+        late[-1] = share, last._replace(total=last.total + times.handover, wire=last.wire + times.handover)
     return layerwise_iteration_time(times, late, world_size=job.workers, noise=noise)
 
 
@@ -218,10 +221,12 @@ def buckets_of(job: Job, costs: Costs) -> Buckets:
     """
     apart = {tensor for one in costs.parts for tensor in one.tensors}
     cut = completed(job.cut, [FLOAT_BYTES * numel for numel in job.compute.tensors], apart)
-    return [
+    gather = partial(parts_time, segment_bytes=job.message_bytes, rate_limit=costs.rate_limit)
+    buckets = [
         *((share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut),
-        *((1.0, parts_time(costs.link, one, job.world_size, segment_bytes=job.message_bytes)) for one in costs.parts),
+        *((1.0, gather(costs.link, one, job.world_size)) for one in costs.parts),
     ]
+    return [*((share, one.before_another()) for share, one in buckets[:-1]), *buckets[-1:]]
 
 
 def whole(buckets: Buckets) -> CollectiveTime:
@@ -231,15 +236,17 @@ def whole(buckets: Buckets) -> CollectiveTime:
 
 def _together(collectives: Iterable[CollectiveTime]) -> CollectiveTime:
     """Return the time of collectives that run one after the other."""
-    return CollectiveTime(*[sum(parts) for parts in zip((0.0, 0.0, 0.0), *collectives, strict=True)])
+    return CollectiveTime(*[sum(parts) for parts in zip(CollectiveTime(0.0, 0.0, 0.0), *collectives, strict=True)])
 
 
 def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
     """Return the time of the all-reduce of ``numel`` values of the model, between islands if there are any."""
     codec = None if job.codec == UNCOMPRESSED else costs.codec
-    segment_bytes = job.message_bytes
+    segment_bytes, rate_limit = job.message_bytes, costs.rate_limit
     if job.gathered:
-        return gather_time(costs.link, numel, job.world_size, codec=costs.codec, segment_bytes=segment_bytes)
+        return gather_time(
+            costs.link, numel, job.world_size, codec=costs.codec, segment_bytes=segment_bytes, rate_limit=rate_limit
+        )
     mesh = job.mesh
     one_time = partial(
         all_reduce_time,
@@ -253,6 +260,7 @@ def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
         nics=job.nics,
         placed=costs.placed,
         members=mesh.members,
+        rate_limit=rate_limit,
     )
     return _together(one_time(values) for values in mesh.buffers(numel))
 
@@ -266,7 +274,7 @@ def _slowdown(job: Job) -> Estimate:
 
 
 def _link(job: Job) -> LinkProfile:
-    return job.cluster.link_of(job.measured_as).limited(job.rate_limit)
+    return job.cluster.link_of(job.measured_as)
 
 
 def correction_of(job: Job) -> tuple[float, float] | None:

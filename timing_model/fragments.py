@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
+from timing_model.all_reduce import CollectiveTime
 from timing_model.buckets import Cut
 from timing_model.costs import costs_of, iteration_time
 from timing_model.iteration import IterationTime
@@ -94,7 +95,7 @@ def hiding_fragments(job: Job, local_steps: int) -> int | None:
     for fragments in range(1, len(job.compute.tensors) + 1):
         windows = in_windows(job, local_steps, fragments)
         times, exchange = _times_of(windows)
-        if windows.compute.numel < smallest and times.window(local_steps).hides(exchange):
+        if windows.compute.numel < smallest and times.window(local_steps).hides(exchange.total, exchange.paced):
             return fragments
         smallest = min(smallest, windows.compute.numel)
     return None
@@ -108,10 +109,10 @@ def hiding_windows(job: Job, fragments: int) -> int | None:
     """
     times, exchange = _times_of(in_windows(job, 2, fragments))  # those of longer windows are the same
     steps = range(2 if fragments == 1 else 1, MOST_LOCAL_STEPS + 1)
-    return next((one for one in steps if times.window(one).hides(exchange)), None)
+    return next((one for one in steps if times.window(one).hides(exchange.total, exchange.paced)), None)
 
 
-def _times_of(windows: Job) -> tuple[ComputeTimes, float]:
-    """Return the times of an iteration, and that of an exchange, in s."""
+def _times_of(windows: Job) -> tuple[ComputeTimes, CollectiveTime]:
+    """Return the times of an iteration, and that of an exchange."""
     costs = costs_of(windows)
-    return costs.times.with_workers(windows.loader_workers), iteration_time(windows, costs)[1].total
+    return costs.times.with_workers(windows.loader_workers), iteration_time(windows, costs)[1]

@@ -63,10 +63,6 @@ class Estimate:
         """Return the sum of two estimates that are off together."""
         return Estimate(self.value + other.value, self.low + other.low, self.high + other.high)
 
-    def at_least(self, least: float) -> Estimate:
-        """Return the estimate, and ``least`` where it is below that."""
-        return Estimate(max(self.value, least), max(self.low, least), max(self.high, least))
-
     def towards(self, other: Estimate, share: float) -> Estimate:
         """Return the estimate at ``share`` of the way to ``other``, which is at 1."""
         value = self.value + share * (other.value - self.value)
@@ -128,12 +124,6 @@ class LinkProfile:
         """Return the profile of a link that is given, not measured."""
         alpha, beta, gamma, sync = (Estimate.exact(getattr(link, name)) for name in LINK)
         return cls(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=link.overhead, host=link.host)
-
-    def limited(self, rate_limit: float | None) -> LinkProfile:
-        """Return the link of ranks that send at most ``rate_limit`` bytes a second."""
-        if rate_limit is None:
-            return self
-        return dataclasses.replace(self, beta=self.beta.at_least(1 / rate_limit))
 
     def params(self) -> LinkParams:
         values = {name: getattr(self, name).value for name in LINK}

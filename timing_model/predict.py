@@ -214,7 +214,7 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
             costs, times=half(costs.times, "update", "outer_update", "forward", "backward")
         ),
         LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
-        NETWORK: with_links("beta"),
+        NETWORK: dataclasses.replace(with_links("beta"), rate_limit=2 * costs.rate_limit),
         HOST: with_links("host"),
         LATENCY: with_links("alpha", "overhead", "sync"),
         CODEC: dataclasses.replace(
@@ -232,7 +232,7 @@ def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: Colle
     if job.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
         return iteration.total
     times = times_of(job, costs).with_workers(job.loader_workers)
-    t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total)
+    t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total, collective.paced)
     window = lasting_period(t_compute, t_comm, job.width, job.workers, job.noise)
     return max(iteration.total, window / job.local_steps)
 

@@ -88,6 +88,14 @@ def test_what_slows_the_exchange_needs_more_fragments_and_what_slows_the_computa
     assert hiding_fragments(loaded, 4) == 2
 
 
+def test_a_window_hides_an_exchange_and_the_pause_after_it() -> None:
+    """The exchange takes 15 ms less than its bytes at the limit, which are to take 4.01 s."""
+    job = dataclasses.replace(job_of(0.1), rate_limit=6e6 / 4.01)
+    assert 3.99 < predict(job).collective.total < 4.0
+    assert hiding_fragments(job, 4) == 2
+    assert hiding_fragments(dataclasses.replace(job, rate_limit=6e6 / 3.99), 4) == 1
+
+
 @pytest.mark.parametrize(("ratio", "steps"), [(10.1, 5), (2.4, 1), (1249.0, 500), (1251.0, None)])
 def test_the_fewest_local_steps_hide_the_exchange_of_the_largest_parameter(ratio: float, steps: int | None) -> None:
     assert hiding_windows(job_of(ratio), len(TENSORS)) == steps

@@ -79,7 +79,7 @@ def test_loads_of_cards() -> None:
 def test_as_many_servers_as_ranks_send_what_a_ring_sends() -> None:
     link = LinkParams(alpha=0.0, beta=1.0, gamma=0.5, sync=0.0)
     time = parameter_server_time(link, 8.0, 4, servers=4)
-    assert time == (12.0 + 3.0, 12.0, 3.0)
+    assert time[:3] == (12.0 + 3.0, 12.0, 3.0)
 
 
 def test_impossible_servers_are_refused() -> None:

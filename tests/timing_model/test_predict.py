@@ -28,6 +28,8 @@ from timing_model.plan import plan
 from timing_model.predict import FORM_ERROR, LIMITS, Answer, predict
 from timing_model.presets import CODECS, HOST, NETWORKS
 from timing_model.report import answer_text
+from timing_model.schedules import SAVED_SECONDS
+from timing_model.simulate_job import simulate_job
 
 WHOLE = 1 << 30
 """Bytes of a segment that holds every chunk: see test_monotone."""
@@ -49,21 +51,50 @@ def by_hand(link: LinkParams, **options: Any) -> Profile:
 
 
 @pytest.mark.parametrize("all_reduce", ["ring", "halving-doubling"])
-def test_a_rate_limit_is_a_slower_link_with_smaller_messages(all_reduce: str) -> None:
-    """With a codec, the size of messages counts: one is encoded while another is on the wire."""
+def test_at_a_rate_limit_the_pause_after_the_last_message_delays_only_the_next_collective(all_reduce: str) -> None:
+    """Four ranks send six chunks of 1 MB each, in eleven segments that are no longer than 15 ms at the limit."""
     link = LinkParams(alpha=1e-4, beta=8 / 200e6, gamma=0.0, sync=0.0)
 
-    def answer(link: LinkParams, **options: Any) -> Answer:
-        options = {"world_size": 4, "width": 2, "all_reduce": all_reduce, "codec": "int8"} | options
-        return predict(Job(cluster=by_hand(link), compute=compute(0.01, 1_000_000), **options))
+    def answer(seconds: float, width: int, **options: Any) -> Answer:
+        options = {"world_size": 4, "width": width, "all_reduce": all_reduce} | options
+        return predict(Job(cluster=by_hand(link), compute=compute(seconds, 1_000_000), **options))
 
-    limited = answer(link, rate_limit=6.25e6)
-    assert limited.iteration == answer(dataclasses.replace(link, beta=1 / 6.25e6), segment_bytes=93_750).iteration
+    limit = {"rate_limit": 6.25e6}
+    segment = 1e6 / 11
+    pause, crossing = segment / 6.25e6, segment * link.beta + link.alpha
+    one_after_another = 66 * pause
+    all_reduced = 65 * pause - SAVED_SECONDS + crossing
+    limited = answer(0.1, 1, **limit)
+    assert limited.collective.total == pytest.approx(all_reduced)
+    assert limited.iteration.total == pytest.approx(0.1 + all_reduced)
+    assert answer(0.001, 1, **limit).iteration.total == pytest.approx(one_after_another)
+    for width in (2, 3):
+        assert answer(0.1, width, **limit).iteration.total == pytest.approx(one_after_another)
+        assert answer(1.0, width, **limit).iteration.total == pytest.approx(1.0)
+    assert answer(0.1, 2, local_steps=4, **limit).iteration.total == pytest.approx(one_after_another / 4)
+    assert answer(0.1, 1, local_steps=4, **limit).iteration.total == pytest.approx(0.1 + all_reduced / 4)
+    assert simulate_job(answer(0.1, 2, **limit).job).period == pytest.approx(one_after_another)
+    assert answer(0.1, 2, **limit).gains["network"] == pytest.approx(2.0)
     assert "sending limited to 50.0 Mbit/s, " in answer_text(limited)
     assert limited.as_json()["job"]["rate_limit"] == 6.25e6
-    loose = answer(link, rate_limit=1e9)
-    assert loose.iteration == answer(link).iteration
+    loose = answer(0.1, 2, rate_limit=1e9)
+    assert loose.iteration == answer(0.1, 2).iteration
     assert "200 Mbit/s of payload, " in answer_text(loose), "the link is the smaller one"
+
+
+def test_the_handover_is_a_part_of_the_pause() -> None:
+    """A late collective waits less for the pause after it."""
+    link = LinkParams(alpha=0.0, beta=1e-8, gamma=0.0, sync=0.0)
+
+    def seconds(handover: float) -> float:
+        work = compute(0.001, 1_000_000, late_handover=Estimate.exact(handover))
+        return predict(Job(cluster=by_hand(link), compute=work, world_size=2, width=2, rate_limit=4e6)).iteration.total
+
+    message = 2e6 / math.ceil(2e6 / 60_000)
+    pause = message / 4e6 - message * 1e-8 + SAVED_SECONDS
+    assert seconds(0.0) == pytest.approx(1.0)
+    assert seconds(0.99 * pause) == pytest.approx(1.0)
+    assert seconds(pause + 0.01) == pytest.approx(1.01)
 
 
 def test_corrections_do_not_count_at_a_rate_limit_nor_do_times_that_were_measured_without() -> None:
