@@ -284,6 +284,7 @@ def _compute(table: Table) -> ComputeProfile:
         cv=table.number("cv", most=MOST_CV),
         slow_ranks=table.numbers("slow_ranks", least=1.0),
         processor_share=table.number("processor_share", most=1.0) if "processor_share" in table else 1.0,
+        local_update=_estimate(table, "local_update") if "local_update" in table else None,
         measured=tuple(map(_measured, table.tables("measured"))),
         late_handovers=_by_all_reduce(table, "late_handovers"),
         **{

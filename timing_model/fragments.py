@@ -40,22 +40,13 @@ def windows_of(job: Job, local_steps: int, fragments: int) -> list[Job]:
 
     Raises ``ValueError`` if there are fewer parameters than fragments.
     """
-    compute = job.compute
-    update, late_update = compute.update, compute.late_update
+    compute = dataclasses.replace(job.compute, measured=())
     if local_steps == 1:  # a window of one iteration has both updates, too
-        update, late_update = update.plus(update), update.plus(late_update)
+        inner, outer = compute.updates(job.width, local_steps=2).values()
+        both = inner.plus(outer)
+        compute = dataclasses.replace(compute, update=both, late_update=both)
     return [
-        dataclasses.replace(
-            job,
-            local_steps=local_steps,
-            compute=dataclasses.replace(
-                compute,
-                tensors=fragment,
-                update=update,
-                late_update=late_update,
-                measured=(),
-            ),
-        )
+        dataclasses.replace(job, local_steps=local_steps, compute=dataclasses.replace(compute, tensors=fragment))
         for fragment in fragments_of(compute.tensors, fragments)
     ]
 

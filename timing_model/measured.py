@@ -208,6 +208,9 @@ class ComputeProfile:
     """Time of optimizer and packing where nothing is in flight."""
     late_update: Estimate
     """Time of the update at a width of 2, which includes the prediction, while a collective runs."""
+    local_update: Estimate | None = None
+    """Time of the part of ``update`` that a local step has, too: all but what hands a gradient over; None in files from
+    before it was measured."""
     compute_slowdown: Estimate
     """Share by which the computation is slower while an uncompressed collective runs."""
     codec_compute_slowdown: Estimate
@@ -295,14 +298,26 @@ class ComputeProfile:
     def updates(self, width: int, local_steps: int = 1) -> dict[str, Estimate]:
         """Return the fields of ``times`` that an optimizer takes, by name.
 
-        With local steps, an iteration updates as if it were synchronous, and the update at the end of a window is taken
-        to be as long as that of an iteration of the pipeline: both pack, update and predict as many values. Every
-        gradient in flight beyond the first adds ``FURTHER`` of what the prediction costs at width 2.
+        Every gradient in flight beyond the first adds ``FURTHER`` of what the prediction costs at width 2.
+
+        With local steps, an iteration takes ``local_update``. The end of a window takes as long as the update of an
+        iteration of the pipeline, since both pack, update and predict as many values; in a pipeline, less a
+        ``local_update``. The update and the prediction are steps of the outer optimizer there, and no errors of guesses
+        are added up, which saves more than a step of the rank's own optimizer; but the movement is subtracted, and the
+        start of the next window copied. If ``local_update`` was not measured, an iteration takes a synchronous update,
+        and the end of a window a late one.
         """
         update = self.update if width == 1 else self.late_update
         if width > 2 and update.value > self.update.value:
             update = update.times(1 + FURTHER * (width - 2) * (1 - self.update.value / update.value))
-        return {"update": update} if local_steps == 1 else {"update": self.update, "outer_update": update}
+        if local_steps == 1:
+            return {"update": update}
+        inner = self.local_update
+        if inner is None:
+            return {"update": self.update, "outer_update": update}
+        if width > 1 and update.value > inner.value:
+            update = update.times(1 - inner.value / update.value)
+        return {"update": inner, "outer_update": update}
 
     def times(
         self, width: int, all_reduce: str | None = None, codec: str = UNCOMPRESSED, local_steps: int = 1

@@ -47,11 +47,11 @@ LEAST_VARIANCE, ROUNDS = 1e-12, 50
 fewer."""
 T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
 """Standard errors to the ends of a 90 % interval, with 1, 2, ... degrees of freedom (Student)."""
-PARTS = ("forward", "backward", "update", "late_update", "loading", "handover")
+PARTS = ("forward", "backward", "update", "late_update", "loading", "handover", "local_update")
 EXPOSED = 0.05
 """Share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
 Lap = NDArray[np.float64]
-"""Seconds of one lap: (ranks, iterations, 8)."""
+"""Seconds of one lap: (ranks, iterations, 9)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def _values(
     In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow. Means are those
     of ``others``, the ranks that are not slow.
     """
-    forward, backward, update, _, _, cpu, data, loading = synchronous[others].mean(axis=(0, 1))
+    forward, backward, update, _, _, cpu, data, loading, local_update = synchronous[others].mean(axis=(0, 1))
     # The rank that is the last to begin waits for no other.
     handover = max(0.0, float(synchronous[:, :, WAIT].min(axis=0).mean()) - t_comms[0])
     # 1. Time by which each all-reduce is longer next to the update: that counts where ranks wait for it. Updates count
@@ -209,7 +209,7 @@ def _values(
         return lost / (1 - lost)
 
     free = _if_any(everything, [not waits for waits in waited])
-    parts = [forward - data, backward, update, updates[free].mean(), loading, handover]
+    parts = [forward - data, backward, update, updates[free].mean(), loading, handover, local_update]
     return np.array([*parts, slowdown(compressed=False), slowdown(compressed=True), *late_handovers])
 
 

@@ -273,6 +273,7 @@ def compute_profile(
         backward=computation.parts["backward"],
         update=computation.parts["update"],
         late_update=computation.parts["late_update"],
+        local_update=computation.parts["local_update"],
         loading=computation.parts["loading"],
         handover=computation.parts["handover"],
     )

@@ -38,10 +38,10 @@ LEAST_LAPS = 2
 """Fewest laps, whatever they take."""
 SURELY_WAIT = 1.25
 """Multiple of the computation's time: if an all-reduce is estimated to take longer, ranks wait for it."""
-FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU, DATA, LOADING = range(8)
+FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU, DATA, LOADING, LOCAL_UPDATE = range(9)
 """Indices of an iteration's seconds. The first four add up to the iteration; then come the all-reduce that ended in it,
 the time for which this thread had a core in the passes, the part of the first in which the rank waited for its batch,
-and the time in which a process loaded that batch."""
+the time in which a process loaded that batch, and the part of the update that a local step has, too."""
 
 Laps = list[list[list[float]]]
 """One rank's times: laps, iterations, seconds."""
@@ -169,7 +169,10 @@ class Training:
                 forward = computed - begin - backward
                 data = sum(span.seconds for span in spans if span.what == "data")
                 communication = report.seconds("communication")
-                times.append([forward, backward, update, wait, communication, cpu, data, samples.last.seconds])
+                # A local step hands nothing over. It looks for NaN in place of packing: both read a cold gradient.
+                local_update = report.seconds("update") + report.seconds("pack")
+                passes = [forward, backward, update, wait, communication, cpu, data]
+                times.append([*passes, samples.last.seconds, local_update])
         strategy.flush()
         return times
 

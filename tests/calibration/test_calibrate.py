@@ -76,6 +76,8 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
     assert compute.samples == 1497
     for part in (compute.forward, compute.backward, compute.update, compute.late_update, compute.loading):
         assert part.value > 0
+    assert compute.local_update is not None
+    assert 0 < compute.local_update.value < compute.update.value
     assert compute.comm_cv.value > 0
     assert profile.provenance["ranks"] == 2
     assert str(profile.provenance["command"]).startswith("torchrun ... -m pipesgd.calibrate --seconds 1 ")

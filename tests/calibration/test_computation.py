@@ -21,6 +21,7 @@ from pipesgd.calibration.training import (
     FORWARD,
     LEAST_ITERATIONS,
     LOADING,
+    LOCAL_UPDATE,
     UPDATE,
     WAIT,
     Laps,
@@ -34,7 +35,7 @@ from pipesgd.run.workload import load
 from timing_model import ComputeTimes, Noise
 from timing_model.measured import MOST_PERSISTENCE, Estimate
 
-MEANS = (1.0, 2.0, 0.5, 0.75, 0.0, 0.0)
+MEANS = (1.0, 2.0, 0.5, 0.75, 0.0, 0.0, 0.375)
 """Means of ``PARTS``, in seconds."""
 
 
@@ -76,7 +77,7 @@ def laps(
         found.append([])
         for lap in range(count):
             noise = drift(lap) * np.exp(cv * generator.standard_normal(10))
-            times_of_lap = np.empty((10, 8))
+            times_of_lap = np.empty((10, 9))
             for column, seconds in (
                 (FORWARD, slower * forward),
                 (BACKWARD, slower * backward),
@@ -86,6 +87,7 @@ def laps(
                 (CPU, processor_share * sum(MEANS[:2])),
                 (DATA, waiting),
                 (LOADING, loading),
+                (LOCAL_UPDATE, 0.75 * own),
             ):
                 times_of_lap[:, column] = seconds * noise
             found[-1].append(times_of_lap.tolist())

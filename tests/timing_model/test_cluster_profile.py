@@ -162,6 +162,16 @@ def test_a_file_from_before_something_was_measured_is_read(path: Path) -> None:
     assert path.read_text() == text  # which programs of that time can read, too
 
 
+def test_the_update_of_a_local_step_comes_back_and_may_be_missing(path: Path) -> None:
+    assert "local_update" not in path.read_text()
+    profile = dataclasses.replace(
+        PROFILE, compute=(dataclasses.replace(MLP, local_update=Estimate(0.004, 0.003, 0.006)),)
+    )
+    profile.save(path)
+    assert "\nlocal_update = {value = 0.004, low = 0.003, high = 0.006}\n" in path.read_text()
+    assert Profile.load(path) == profile
+
+
 def test_a_model_that_is_there_twice(path: Path) -> None:
     dataclasses.replace(PROFILE, compute=(MLP, MLP)).save(path)
     with pytest.raises(ValueError, match=r"compute must have each model and batch_size once; got \('mlp', 512\)"):

@@ -138,6 +138,24 @@ def test_an_answer_is_of_the_mean_iteration() -> None:
     assert four.as_json()["job"]["local_steps"] == 4
 
 
+@pytest.mark.parametrize(("width", "outer"), [(1, 0.005), (2, 0.02 - 0.004), (3, 0.02 + 0.015 / 3 - 0.004)])
+def test_a_window_hands_over_once_and_its_end_has_no_local_update(width: int, outer: float) -> None:
+    before = dataclasses.replace(MLP, late_update=about(0.02))
+    compute = dataclasses.replace(before, local_update=about(0.004))
+    one, four = (predict(ask(compute=compute, width=width, local_steps=steps)) for steps in (1, 4))
+    assert one == dataclasses.replace(predict(ask(compute=before, width=width)), job=one.job)
+    assert four.iteration.compute == pytest.approx(0.06 + 0.004 + outer / 4)
+    assert four.low < four.iteration.total < four.high
+    windows = in_windows(ask(compute=compute, width=width), 1, 3)
+    assert predict(windows).iteration.compute == pytest.approx(0.06 + 0.004 + outer)
+
+
+def test_a_late_update_that_is_shorter_than_a_local_one_counts_as_it_is() -> None:
+    for late in (about(0.003), Estimate.exact(0.0)):
+        compute = dataclasses.replace(MLP, late_update=late, local_update=about(0.004))
+        assert compute.updates(2, 4) == {"update": about(0.004), "outer_update": late}
+
+
 def test_a_job_says_its_local_steps() -> None:
     job = ask(width=2, local_steps=8)
     assert describe(job) == "pipelined, width 2, 8 local steps, no codec, ring"
