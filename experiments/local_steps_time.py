@@ -74,10 +74,8 @@ from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from pipesgd.strategy import hidden_share
-from timing_model.alternatives import hiding_steps
-from timing_model.choices import Choice
 from timing_model.cluster_profile import Profile
-from timing_model.fragments import fragments_of, windows_of
+from timing_model.fragments import fragments_of, hiding_windows, windows_of
 from timing_model.job import Job
 from timing_model.predict import predict
 from timing_model.schedules import split
@@ -278,10 +276,7 @@ def measure(cell: Cell, all_contenders: Sequence[Contender], folder: Path, *, qu
 
 
 def _planned_local_steps(profile: Profile, nodes: int) -> int | None:
-    answer = ask(profile, nodes, None, {"width": 2, "codec": "int4", "local_steps": 1})
-    iteration = answer.iteration
-    choice = Choice(job=answer.job, iteration=iteration, collective=answer.collective, score=iteration.total)
-    return hiding_steps(choice)
+    return hiding_windows(ask(profile, nodes, None, {"width": 2, "codec": "int4", "local_steps": 1}).job, 1)
 
 
 def _predicted(profile: Profile, nodes: int, one: Contender) -> dict[str, Any]:

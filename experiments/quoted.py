@@ -268,18 +268,12 @@ def local_steps_predictions() -> str:
     rows = load(RESULTS / "validate_local_steps.csv")
     lines = []
     for setting, own in grouped(rows, "setting").items():
-        for name, steps in (("every iteration", [1]), ("local steps", [2, 4, 8])):
-            errors = [(100 * abs(row["error"]), row) for row in own if row["local_steps"] in steps]
-            inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for _, row in errors]
-            lines.append(
-                [
-                    f"{setting}: {name}",
-                    str(len(errors)),
-                    f"{mean(error for error, _ in errors):.1f}",
-                    f"{max(error for error, _ in errors):.1f}",
-                    f"{100 * mean(inside):.0f}",
-                ]
-            )
+        for name, in_windows in (("every iteration", False), ("local steps", True)):
+            cells = [row for row in own if (row["local_steps"] > 1) == in_windows]
+            errors = [100 * abs(row["error"]) for row in cells]
+            inside = mean(row["low_s"] <= row["measured_s"] <= row["high_s"] for row in cells)
+            figures_of = (f"{mean(errors):.1f}", f"{max(errors):.1f}", f"{100 * inside:.0f}")
+            lines.append([f"{setting}: {name}", str(len(cells)), *figures_of])
     return table(["", "cells", "mean error, %", "largest error, %", "in the 90 % interval, %"], lines)
 
 
