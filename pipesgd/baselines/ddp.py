@@ -106,10 +106,10 @@ class Ddp(Strategy):
         """
         self._update.check_parameters("ddp")
         iteration = self.iteration
-        communication, wait, wire_bytes = self._buckets.take(iteration)
+        spans, wire_bytes = self._buckets.take(iteration)
         self.iteration += 1
         report = self._update.apply(iteration)
-        return dataclasses.replace(report, spans=(communication, wait, *report.spans), wire_bytes=wire_bytes)
+        return dataclasses.replace(report, spans=(*spans, *report.spans), wire_bytes=wire_bytes)
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Let torch add gradients up and send nothing while the context is open."""
@@ -175,7 +175,8 @@ class _Buckets:
         self._pending: dict[int, tuple[torch.futures.Future[Tensor], Tensor]] = {}
         self._failure: BaseException | None = None
         self._watching = True
-        self._begin = self._handed_over = self._end = 0.0
+        self._handed_over = 0.0
+        self._periods: list[list[float]] = []  # begin and end of times in which buckets were in flight
         self._wire_bytes = 0
 
     def around(self, hook: Hook) -> Hook:
@@ -187,7 +188,8 @@ class _Buckets:
             result: torch.futures.Future[Tensor] = torch.futures.Future()
             with self._changed:
                 self._handed_over = time.perf_counter()
-                self._begin = self._begin or self._handed_over
+                if not self._pending:
+                    self._periods.append([self._handed_over, self._handed_over])
                 self._pending[index] = (result, buffer)
                 failed = self._failure is not None
                 self._changed.notify_all()
@@ -213,18 +215,21 @@ class _Buckets:
             self._watching = False
             self._changed.notify_all()
 
-    def take(self, iteration: int) -> tuple[Span, Span, int]:
-        """Return the spans "communication" and "wait" of the last backward pass, and the bytes sent in it."""
+    def take(self, iteration: int) -> tuple[list[Span], int]:
+        """Return the spans "communication" and "wait" of the last backward pass, and the bytes sent in it.
+
+        Between two spans of communication, no bucket was in flight.
+        """
         with self._changed:
             if self._failure is not None:
                 self._raise(self._failure, iteration)
-            communication = Span("communication", iteration, self._begin, self._end)
+            spans = [Span("communication", iteration, begin, end) for begin, end in self._periods]
             # Once the last bucket is handed over, nothing is left to compute: the rest of the backward pass is waiting.
-            wait = Span("wait", iteration, self._handed_over, max(self._handed_over, self._end))
+            arrived = self._periods[-1][1] if self._periods else self._handed_over
+            spans.append(Span("wait", iteration, self._handed_over, arrived))
             sent = self._wire_bytes
-            self._begin = self._handed_over = self._end = 0.0
-            self._wire_bytes = 0
-        return communication, wait, sent
+            self._handed_over, self._periods, self._wire_bytes = 0.0, [], 0
+        return spans, sent
 
     def _arrived(self, index: int, future: torch.futures.Future[Tensor]) -> None:
         try:
@@ -237,7 +242,8 @@ class _Buckets:
     def _finish(self, index: int, value: Tensor | None) -> None:
         with self._changed:
             pending = self._pending.pop(index, None)
-            self._end = time.perf_counter()
+            if pending is not None:
+                self._periods[-1][1] = time.perf_counter()
             self._changed.notify_all()
         if pending is not None:
             result, buffer = pending

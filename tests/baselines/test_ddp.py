@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from _small_problem import assert_same_weights, classify
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.baselines.ddp import Ddp
+from pipesgd.baselines.ddp import Ddp, _Buckets
 from pipesgd.baselines.local import Local
 from pipesgd.comm.native import ring_wire_bytes
 from pipesgd.errors import CommunicationError, DeadlineExceeded, NonFiniteGradientError, UserInputError
-from pipesgd.ranks import Ranks
+from pipesgd.ranks import Ranks, alone
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow
@@ -121,6 +122,34 @@ def test_hooks_compress_as_announced() -> None:
         for (wire_bytes, mean), right in zip(seen, expected, strict=True):
             assert wire_bytes == ring_wire_bytes(0, world_size, numel, element_size)
             assert (mean - right).norm() <= error * right.norm()
+
+
+def test_communication_is_the_time_in_which_buckets_are_in_flight() -> None:
+    sent: list[torch.futures.Future[Tensor]] = []
+
+    def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        sent.append(torch.futures.Future())
+        return sent[-1]
+
+    buckets = _Buckets(alone(), 60.0, lambda bucket: 5)
+    observed: Any = buckets.around(hook)
+
+    def leave(index: int) -> None:
+        observed(None, SimpleNamespace(index=lambda: index, buffer=lambda: torch.zeros(2)))
+
+    leave(0)
+    sent[0].set_result(torch.zeros(2))
+    leave(1)  # after a time without any in flight
+    leave(2)
+    for index in (2, 1):
+        sent[index].set_result(torch.zeros(2))
+    spans, wire_bytes = buckets.take(7)
+    assert [span.what for span in spans] == ["communication", "communication", "wait"]
+    first, second, wait = spans
+    assert first.start < first.end < second.start < wait.start < wait.end == second.end
+    assert wire_bytes == 15
+    spans, wire_bytes = buckets.take(8)
+    assert ([(span.what, span.seconds) for span in spans], wire_bytes) == ([("wait", 0.0)], 0)
 
 
 def _fail_with_infinity(ranks: Ranks, on_nonfinite: str) -> Any:
