@@ -3,7 +3,8 @@
     torchrun ... -m experiments.timed_configurations PLAN.json TIMES.json
 
 PLAN.json is a list of passes, each a list of {"words": arguments of pipesgd.train, "iterations": number to time}, in
-any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "communication_seconds" and
+any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, the median of ranks,
+"fastest_seconds" and "slowest_seconds": those of the ranks that differ most, "communication_seconds" and
 "exposed_seconds": those of an iteration's communication, and of waits for it, the mean of ranks, "wire_bytes": bytes of
 an iteration that the reports of all ranks have, "memory_bytes": most that a rank takes beyond data and model,
 "product_seconds": mean time of a fixed product of matrices before and after, which shows how fast the machine was just
@@ -82,6 +83,8 @@ def mean_iteration(
     ranks.leave()
     return {
         "seconds": float(np.median(of_ranks[:, 0])),
+        "fastest_seconds": float(of_ranks[:, 0].min()),
+        "slowest_seconds": float(of_ranks[:, 0].max()),
         "communication_seconds": float(of_ranks[:, 1].mean()),
         "exposed_seconds": float(of_ranks[:, 2].mean()),
         "wire_bytes": float(of_ranks[:, 3].sum()),

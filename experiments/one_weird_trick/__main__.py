@@ -249,7 +249,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     mesh = init_device_mesh("cpu", (1, ranks.world_size), mesh_dim_names=("islands", "inside"))
     length = QUICK_ITERATIONS if arguments.quick else arguments.iterations
-    training = f"{WORKLOADS[WORKLOAD].trained} --iterations {length}"
+    training = f"{WORKLOADS[WORKLOAD].trained()} --iterations {length}"
     planned = {
         f"{plan}, {ranks.world_size} ranks, {training} --seed {seed}": (plan, seed)
         for seed, plan in itertools.product(range(1 if arguments.quick else arguments.seeds), PLANS)

@@ -11,7 +11,9 @@ A system is a file NAME.toml in this folder, also for pipesgd.train --config; it
   to send, the share of the communication that the computation hid, and the memory that a rank takes beyond data and
   model (on an accelerator without activations, and without that of processes that load). The timing model has
   predicted the seconds before, from a calibration.
-- Accuracy is that after the same number of samples, of three seeds, on simulated or real ranks (accuracy.py).
+- Accuracy is that after the same number of samples, on every fourth test sample, of three seeds, on simulated or real
+  ranks (accuracy.py), at the learning rate of synchronous training, or a quarter of it where gradients are late,
+  unpredicted, and end better so.
 - Time to accuracy is calculated, not measured: iterations to the target times the time of an iteration. The target is
   one point below the accuracy that d-sync ends with.
 
@@ -33,10 +35,10 @@ from rich.console import Console
 from experiments import command, simulated_runs
 from experiments.results import Row, grouped, save
 from experiments.systems import accuracy, pictures, table
-from experiments.systems.accuracy import Curve
+from experiments.systems.accuracy import Curve, Key
 from experiments.systems.catalogue import HOGWILD, NAME, NOT_HERE, all_names, keys_of, systems
 from experiments.systems.times import Cell, finished_cells
-from experiments.systems.workloads import NODES, QUICK, QUICK_NODES, WORKLOADS
+from experiments.systems.workloads import QUICK, WORKLOADS
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -72,9 +74,8 @@ def compute(arguments: Namespace, console: Console) -> tuple[list[Row], list[Row
     keys = keys_of(chosen)
     trained = {name: "" if name == HOGWILD else known[name].trained_words for name in chosen}
     planned = accuracy.plan(workloads, trained, simulated_runs.seeds_of(arguments))
-    world_size = QUICK_NODES if arguments.quick else NODES
     cells: dict[tuple[str, str, str], Cell] = {}
-    curves: dict[tuple[str, str, int], Curve] = {}
+    curves: dict[Key, Curve] = {}
     failures: list[str] = []
     arguments = copy.copy(arguments)
     for workload, one in workloads.items():  # one after the other, so that --finished soon finds a whole one
@@ -82,11 +83,11 @@ def compute(arguments: Namespace, console: Console) -> tuple[list[Row], list[Row
         with _noted(failures):
             cells |= finished_cells({workload: one}, keys, arguments, console)
         with _noted(failures):
-            curves |= accuracy.finished_curves(own, arguments, console, world_size=world_size)
+            curves |= accuracy.finished_curves(own, arguments, console)
         arguments.fresh = False  # what comes next is added to these
     if failures:
         raise RunError("; ".join(failures))
-    incomplete = {workload for workload, system, seed in planned.keys() - curves.keys()}
+    incomplete = {workload for workload, *_ in planned.keys() - curves.keys()}
     whole = {place: cell for place, cell in cells.items() if place[0] not in incomplete}
     if not whole:
         raise UserInputError("--finished must find the times and all trainings of a workload; there is none yet")
@@ -113,7 +114,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     rows, curves, made_with = compute(arguments, console)
     extra = {
         "workloads": {
-            name: f"{one.trained} --iterations {one.iterations}"
+            name: f"{one.trained()} --iterations {one.iterations}"
             for name, one in (QUICK if arguments.quick else WORKLOADS).items()
         },
         "systems": {name: one.words for name, one in systems().items() if name in {row["system"] for row in rows}},

@@ -3,7 +3,11 @@
 Simulated ranks are real ones bit for bit (tests/experiments/test_simulation.py) for what ``is_simulated`` tells. The
 others train on four real ranks of this machine, without emulated links: those that wait for each other would end with
 the same weights on any network, and those that do not depend on the speed of each rank, which here is that of two
-shared cores. Systems that share all options with an effect on weights share a run.
+shared cores. Systems that share all options with an effect on weights share a run. Those whose gradients are the sums
+of synchronous training, added up in another order, train on real ranks with one seed, and all others with every seed.
+
+The learning rate is one that suits synchronous training. Late gradients without a prediction may diverge at it, so
+systems with these are trained at a quarter of it, too, and the better of both counts.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import json
 import math
 import re
 import shlex
+import statistics
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -28,7 +33,7 @@ from experiments.results import code_state
 from experiments.simulated_runs import DIVERGED_LOSS, Run
 from experiments.systems import hogwild
 from experiments.systems.catalogue import HOGWILD, NAME
-from experiments.systems.workloads import Workload
+from experiments.systems.workloads import NODES, Workload
 from experiments.testbed_jobs import run_training
 from pipesgd.cli import parse as parse_training
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
@@ -38,24 +43,17 @@ from pipesgd.pipeline_config import PipelineConfig
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
-EVALUATIONS = 12
+EVALUATIONS = 6
 """Most evaluations of a run, between two of which the crossing of a target is interpolated."""
+SHARES = (1.0, 0.25)
+"""Shares of a workload's learning rate with which systems with late gradients and no prediction are trained."""
+Key = tuple[str, str, int, float]
+"""Key of a training: workload, system, seed, and share of the workload's learning rate."""
 SIMULATED_FIELDS = (
     *("width", "prediction", "local_steps", "fragments"),
     *("outer", "outer_lr", "outer_momentum", "moving_rate"),
 )
 """Options of the pipeline that the simulation knows; all others must have their defaults."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """Result of a training on real ranks."""
-
-    commit: str | None
-    failure: str | None
-    """Reason why there is no result; None if there is one."""
-    points: list[list[float]]
-    """Iterations of a rank, and the test accuracy after them; the last is that of the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +76,9 @@ class Curve:
     how: str
     """Ranks that trained: "simulated" or "real"."""
     failure: str | None
+    """Reason why there is no result; None if there is one."""
     points: list[list[float]]
-    """Points as those of ``Trained``."""
+    """Iterations of a rank, and the test accuracy after them; the last is that of the end."""
 
 
 def is_simulated(config: TrainConfig) -> bool:
@@ -89,34 +88,62 @@ def is_simulated(config: TrainConfig) -> bool:
     return config.pipeline == simulated and codec == CodecOptions(codec=codec.codec) and codec.codec in DENSE_CODECS
 
 
-def plan(
-    workloads: Mapping[str, Workload], words_of_systems: Mapping[str, str], seeds: int
-) -> dict[tuple[str, str, int], Planned]:
-    """Return the training of each workload, system and seed; systems with the same words share theirs."""
-    window_of = {  # after which all ranks have the same weights
-        words: parse_training(shlex.split(words)).pipeline.local_steps for words in words_of_systems.values()
-    }
-    planned: dict[tuple[str, str, int], Planned] = {}
+def is_synchronous(config: TrainConfig) -> bool:
+    """Return True if the gradients are the sums of synchronous training, whatever the order in which they add up."""
+    pipeline = config.pipeline
+    if pipeline.strategy == "pipelined":
+        return pipeline.width == 1 and not pipeline.in_windows and config.compression.codec == "fp32"
+    return pipeline.strategy == "ps-sync" or (pipeline.strategy == "ddp" and pipeline.ddp_hook == "none")
+
+
+def is_late(config: TrainConfig) -> bool:
+    """Return True if gradients are applied to other weights than those that they were computed with, unpredicted."""
+    pipeline = config.pipeline
+    if pipeline.strategy == "pipelined":
+        return pipeline.width > 1 and pipeline.prediction == "none"
+    return pipeline.strategy == "ps-async"
+
+
+def plan(workloads: Mapping[str, Workload], words_of_systems: Mapping[str, str], seeds: int) -> dict[Key, Planned]:
+    """Return the trainings of each workload and system; systems with the same words share theirs.
+
+    Raises:
+        UserInputError: a system cannot train on one of the workloads.
+    """
+    planned: dict[Key, Planned] = {}
     by_words: dict[str, Planned] = {}
-    for seed, (workload, one), (system, words) in itertools.product(
-        range(seeds), workloads.items(), words_of_systems.items()
-    ):
-        every = window_of[words] * math.ceil(one.iterations / EVALUATIONS / window_of[words])
-        length = f"--iterations {one.iterations} --evaluate-iterations {every} --seed {seed}"
-        # The program of its own gets the same arguments as a plain d-sync, but is not the same training.
-        key = f"{HOGWILD} " * (system == HOGWILD) + f"{one.trained} {words} {length}"
-        training = Planned(workload=workload, seed=seed, words=key, test_every=1, system=system)
-        planned[workload, system, seed] = by_words.setdefault(key, training)
+    for (workload, one), (system, words) in itertools.product(workloads.items(), words_of_systems.items()):
+        config, own_program = parse_training(shlex.split(f"{one.trained()} {words}")), system == HOGWILD
+        if config.pipeline.strategy == "local":
+            continue
+        window = config.pipeline.local_steps  # after which all ranks have the same weights
+        every = window * math.ceil(one.iterations / EVALUATIONS / window)
+        shares = SHARES if own_program or is_late(config) else SHARES[:1]
+        once = is_synchronous(config) and not is_simulated(config)
+        for seed, share in itertools.product(range(1 if once else seeds), shares):
+            length = f"--iterations {one.iterations} --evaluate-iterations {every} --seed {seed}"
+            # The program of its own gets the same arguments as a plain d-sync, but is not the same training.
+            key = f"{HOGWILD} " * own_program + f"{one.trained(share)} {words} {length}"
+            training = Planned(workload=workload, seed=seed, words=key, test_every=1, system=system)
+            planned[workload, system, seed, share] = by_words.setdefault(key, training)
     return planned
 
 
-def finished_curves(
-    planned: Mapping[tuple[str, str, int], Planned], arguments: Namespace, console: Console, *, world_size: int
-) -> dict[tuple[str, str, int], Curve]:
+def best_shares(curves: Mapping[Key, Curve]) -> dict[tuple[str, str], float]:
+    """Return the share of the learning rate with which a system ends best on a workload, in the mean of all seeds."""
+    ends: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for (workload, system, _, share), curve in curves.items():
+        end = -math.inf if curve.failure else curve.points[-1][1]
+        ends.setdefault((workload, system), {}).setdefault(share, []).append(end)
+    return {
+        key: max(of_shares, key=lambda share: statistics.fmean(of_shares[share])) for key, of_shares in ends.items()
+    }
+
+
+def finished_curves(planned: Mapping[Key, Planned], arguments: Namespace, console: Console) -> dict[Key, Curve]:
     """Return the curves of planned trainings, as the options of ``simulated_runs.add_options`` ask for.
 
     They are kept in the output folder. Those that are missing are made now, unless only finished ones are wanted.
-    There are ``world_size`` real ranks, and four simulated ones.
     """
     unique = {one.words: one for one in planned.values()}
     simulated = [
@@ -126,11 +153,8 @@ def finished_curves(
     ]
     runs = simulated_runs.finished_runs(simulated, arguments, f"{NAME}.simulated", console)
     names = {one.words for one in simulated}
-    really = _really_trained([one for one in unique.values() if one.words not in names], arguments, console, world_size)
-    found = {words: _curve(run) for words, run in runs.items()} | {
-        words: Curve(commit=one.commit, how="real", failure=one.failure, points=one.points)
-        for words, one in really.items()
-    }
+    really = _really_trained([one for one in unique.values() if one.words not in names], arguments, console)
+    found = {words: _curve(run) for words, run in runs.items()} | really
     return {key: found[one.words] for key, one in planned.items() if one.words in found}
 
 
@@ -141,9 +165,7 @@ def _curve(run: Run) -> Curve:
     return Curve(commit=run.commit, how="simulated", failure=None, points=run.points)
 
 
-def _really_trained(
-    planned: Sequence[Planned], arguments: Namespace, console: Console, world_size: int
-) -> dict[str, Trained]:
+def _really_trained(planned: Sequence[Planned], arguments: Namespace, console: Console) -> dict[str, Curve]:
     """Return these trainings on real ranks by their words; the missing ones are made now, if they are wanted.
 
     Raises:
@@ -151,41 +173,42 @@ def _really_trained(
     """
     name = f"{NAME}.real"
 
-    def made(one: Planned) -> Trained:
-        trained = (train_own_program if one.words.startswith(HOGWILD) else train)(one.words, world_size)
+    def made(one: Planned) -> Curve:
+        trained = (train_own_program if one.words.startswith(HOGWILD) else train)(one.words)
         if trained.failure and not has_diverged(trained.failure):
             raise RunError(trained.failure)
         return trained
 
-    kept = KeptRuns(arguments.output / f"{name}.runs.json", Trained, fresh=arguments.fresh)
+    kept = KeptRuns(arguments.output / f"{name}.runs.json", Curve, fresh=arguments.fresh)
     by_words = {one.words: one for one in planned}
     return kept.complete(by_words, made, console, name, named=lambda one: one.name, finished=arguments.finished)
 
 
 def has_diverged(failure: str) -> bool:
     """Return True if a training failed for the reason that its weights, gradients or losses went beyond all bounds."""
-    return re.search("diverged|NaN|infinity|finite", failure) is not None
+    return re.search("diverged in iteration|NaN|infinity|not finite", failure) is not None
 
 
-def train(words: str, world_size: int) -> Trained:
+def train(words: str) -> Curve:
     """Train once with the arguments ``words`` of pipesgd.train on real ranks of this machine."""
     commit = code_state()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         own = [*shlex.split(words), "--checkpoint-iterations", str(NEVER), "--output", str(folder)]
-        failure = run_training(own, world_size) or diverged_at(folder)
+        failure = run_training(own, NODES) or diverged_at(folder)
         points = read_points(folder) if failure is None else []
-    return Trained(commit=commit, failure=failure, points=points)
+    return Curve(commit=commit, how="real", failure=failure, points=points)
 
 
-def train_own_program(words: str, world_size: int) -> Trained:
+def train_own_program(words: str) -> Curve:
     """Train once by the program whose name ``words`` begin with."""
     commit = code_state()
     try:
-        outcome = hogwild.train(words.removeprefix(f"{HOGWILD} "), world_size)
+        outcome = hogwild.train(words.removeprefix(f"{HOGWILD} "), NODES)
     except RunError as failure:
-        return Trained(commit=commit, failure=str(failure), points=[])
-    return Trained(commit=commit, failure=None, points=[[float(at), accuracy] for at, accuracy in outcome.points])
+        return Curve(commit=commit, how="real", failure=str(failure), points=[])
+    points = [[float(at), accuracy] for at, accuracy in outcome.points]
+    return Curve(commit=commit, how="real", failure=None, points=points)
 
 
 def diverged_at(folder: Path) -> str | None:

@@ -5,15 +5,15 @@
 As in Caffe's pull request 1148, which shares the weights of the solvers of one machine (Niu et al., "Hogwild!", 2011).
 Each rank computes gradients on its own samples at whatever weights it finds, and its own optimizer changes them in
 place while the others read and write them: updates may be torn or lost, and no two runs are alike. A rank has 1/k of
-the learning rate of k ranks, so an iteration of all moves the weights as far as one of the mean gradient. Evaluations
-wait for all ranks. This is a program of its own, since it is no strategy that pipesgd.train could resume or check.
+the learning rate of k ranks, so an iteration of all moves the weights as far as one of the mean gradient. All ranks
+begin together, and evaluations wait for all. This is a program of its own, since it is no strategy that pipesgd.train
+could resume or check.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import shlex
 import time
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ START_METHOD = "forkserver"  # a fork would copy the state of torch's threads
 UNTIMED = 3
 """First iterations, which are not timed unless there are no others: they fill the memory."""
 MEETING_SECONDS = 600.0
-"""Seconds after which a rank that does not come to an evaluation counts as lost."""
+"""Seconds after which a rank that does not come to the start, or to an evaluation, counts as lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,11 @@ def _train_rank(
     optimizer = build_optimizer(own, model)
     schedule = build_schedule(own, optimizer, iterations)
     seconds, points, untimed = 0.0, [], UNTIMED if iterations > UNTIMED else 0
-    for done, batch in enumerate(itertools.islice(batches_of(config, data, rank, world_size), iterations), start=1):
+    batches = iter(batches_of(config, data, rank, world_size))
+    meeting.wait()  # else the first rank would train while the others still start
+    for done in range(1, iterations + 1):
         begin = time.perf_counter()
+        batch = next(batches)
         optimizer.zero_grad()
         loss = loss_of(model, batch)
         if not loss.item() <= DIVERGED_LOSS:

@@ -10,8 +10,9 @@ import numpy as np
 from experiments import figures
 from experiments.results import Panels, Row, grouped
 from experiments.style import BLACK, GREY, method_styles
-from experiments.systems.accuracy import Curve
-from experiments.systems.table import BASELINE, REFERENCE
+from experiments.systems import table
+from experiments.systems.accuracy import Curve, Key, best_shares
+from experiments.systems.table import BASELINE
 from experiments.systems.workloads import CORES
 
 if TYPE_CHECKING:
@@ -34,12 +35,12 @@ SHOWN_SHARE = 0.75
 """Share of the best accuracy at which the axis of a curve begins."""
 
 
-def curve_rows(rows: Sequence[Row], curves: Mapping[tuple[str, str, int], Curve]) -> list[Row]:
+def curve_rows(rows: Sequence[Row], curves: Mapping[Key, Curve]) -> list[Row]:
     """Return a row for every curve, first over iterations, and then over their time in the table's first place.
 
     That time is calculated: iterations times the time of an iteration. ``rows`` are those of the table.
     """
-    place = (rows[0]["rate"], rows[0]["computes"])
+    place, shares = (rows[0]["rate"], rows[0]["computes"]), best_shares(curves)
     iteration_s = {
         (row["workload"], row["system"]): row["iteration_s"] for row in rows if (row["rate"], row["computes"]) == place
     }
@@ -54,8 +55,7 @@ def curve_rows(rows: Sequence[Row], curves: Mapping[tuple[str, str, int], Curve]
         for timed in (False, True)
         for (workload, system), seconds in iteration_s.items()
         if system in SHOWN
-        for (of_workload, of_system, seed), curve in curves.items()
-        if (of_workload, of_system) == (workload, system)
+        for seed, curve in enumerate(table.curves_of(curves, shares, workload, system))
     ]
 
 
@@ -91,8 +91,7 @@ def plot_speedups(rows: list[Row], axes: Axes) -> Axes:
 
     The fastest is at the top. Next to its name is the difference of its accuracy from that of synchronous training.
     """
-    of_system = {row["system"]: row for row in rows}
-    reference = of_system[REFERENCE]["accuracy_mean"] if REFERENCE in of_system else None
+    baseline_s = next(row["iteration_s"] for row in rows if row["system"] == BASELINE)
     known = [row for row in rows if row["times_as_fast_as_ddp"] is not None]
     known.sort(key=lambda row: -row["times_as_fast_as_ddp"])
     for place, row in enumerate(known):
@@ -100,12 +99,11 @@ def plot_speedups(rows: list[Row], axes: Axes) -> Axes:
         ends = [[max(ratio - row["times_as_fast_as_ddp_low"], 0)], [max(row["times_as_fast_as_ddp_high"] - ratio, 0)]]
         axes.errorbar([ratio], [place], xerr=ends, fmt="o", color=BLACK, markersize=3, capsize=2, linewidth=1)
         if row["predicted_s"] is not None:
-            predicted = of_system[BASELINE]["iteration_s"] / row["predicted_s"]
-            axes.plot([predicted], [place], "x", color=GREY, markersize=5)
+            axes.plot([baseline_s / row["predicted_s"]], [place], "x", color=GREY, markersize=5)
     axes.axvline(1, color=BLACK, linewidth=0.8, linestyle=":")
     axes.plot([], [], "o", color=BLACK, label="measured, with 95 % interval")
     axes.plot([], [], "x", color=GREY, label="predicted")
-    axes.set_yticks(range(len(known)), [f"{row['system']}  {_difference(row, reference)}" for row in known])
+    axes.set_yticks(range(len(known)), [f"{row['system']}  {_difference(row)}" for row in known])
     axes.tick_params(axis="y", labelsize="x-small")
     axes.set_ylim(len(known) - 0.5, -0.5)
     axes.set_xscale("log")
@@ -119,10 +117,10 @@ def plot_speedups(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
-def _difference(row: Row, reference: float | None) -> str:
+def _difference(row: Row) -> str:
     if row["accuracy_mean"] is None:
-        return "(diverges)"
-    return "" if reference is None else f"({100 * (row['accuracy_mean'] - reference):+.1f})"
+        return "(diverges)" if row["seeds"] else ""
+    return "" if row["accuracy_difference"] is None else f"({100 * row['accuracy_difference']:+.1f})"
 
 
 draw_curves = Panels(by=("panel",), plot=plot_curves, panel=(3.6, 3.2), abreast=4).save

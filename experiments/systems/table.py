@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from experiments import command
 from experiments.accuracies import seconds_to
 from experiments.paired import median, paired_ratio
 from experiments.results import Row
 from experiments.simulated_tables import mean_of_all
-from experiments.systems.accuracy import Curve
+from experiments.systems.accuracy import Curve, Key, best_shares
 from experiments.systems.catalogue import HOGWILD
 from experiments.systems.times import Cell
 from pipesgd.strategy import hidden_share
@@ -21,8 +19,19 @@ BASELINE, REFERENCE = "ddp", "d-sync"
 """Systems that times, and accuracies, are compared with."""
 TARGET_BELOW = 0.01
 """Distance of the target below the mean accuracy that the reference ends with."""
+UNTRAINED = "no training: each rank would have a model of its own, and only its share of the samples"
+"""Reason why the least time of an iteration has no accuracy."""
+TIME_OF_OTHERS = {
+    HOGWILD: "time to target: it has one host, without links",
+    **dict.fromkeys(
+        ("pmls-ssp", "ps-async", "theano-easgd-async"),
+        "time to target: its accuracy is that of ranks of the same speed, and over links their speeds differ",
+    ),
+}
+"""Systems whose iterations to the target were made in another setting than their time, and the reason."""
 NOT_MEASURED = {
     "hidden_share": "hidden share: nothing is exchanged",
+    "fastest_rank_s": "fastest and slowest rank: it has the time of the first one alone",
     "memory_bytes": "memory: the ranks share it",
     "cpu_share": "share of the cores: a program of its own",
     "times_as_fast_as_ddp": "times as fast as DDP: no rounds with DDP",
@@ -34,7 +43,7 @@ def rows_of(
     titles: Mapping[str, str],
     times: Mapping[tuple[str, str, str], Cell],
     keys: Mapping[str, str],
-    curves: Mapping[tuple[str, str, int], Curve],
+    curves: Mapping[Key, Curve],
 ) -> list[Row]:
     """Return the rows.
 
@@ -42,12 +51,14 @@ def rows_of(
         titles: names and titles of the systems.
         times: cells by workload, rate and what computes.
         keys: key of each system in a cell.
-        curves: accuracies by workload, system and seed.
+        curves: accuracies, of which the best share of the learning rate counts.
     """
     first: dict[str, str] = {}
+    shares = best_shares(curves)
     rows = []
     for (workload, rate, computes), cell in times.items():
-        target = target_of(curves, workload)
+        reference = curves_of(curves, shares, workload, REFERENCE)
+        target = target_of(reference)
         for name, title in titles.items():
             rounds = cell.rounds.get(keys[name], [])
             seconds = [one["seconds"] for one in rounds]
@@ -61,10 +72,12 @@ def rows_of(
                 **_time(rounds),
                 **_prediction(cell.predictions[keys[name]], median(seconds) if seconds else None),
                 **_against(seconds, None if name == HOGWILD else cell.rounds.get(keys.get(BASELINE, ""))),
-                **accuracy_of([curve for key, curve in curves.items() if key[:2] == (workload, name)], target),
+                "share_of_lr": shares.get((workload, name)),
+                **accuracy_of(curves_of(curves, shares, workload, name), reference, target),
             }
             reached, iteration = row["iterations_to_target"], row["iteration_s"]
-            row["time_to_target_s"] = None if reached is None or iteration is None else reached * iteration
+            row["not_reached"] = row["not_reached"] or TIME_OF_OTHERS.get(name) or cell.not_timed.get(keys[name], "")
+            row["time_to_target_s"] = None if row["not_reached"] else reached * iteration
             why = [reason for column, reason in NOT_MEASURED.items() if row[column] is None]
             row["not_measured"] = cell.not_timed.get(keys[name], "; ".join(why))
             rows.append(row)
@@ -84,6 +97,8 @@ def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
         "iteration_s": over("seconds"),
         "iteration_lowest_s": min(seconds, default=None),
         "iteration_highest_s": max(seconds, default=None),
+        "fastest_rank_s": over("fastest_seconds"),
+        "slowest_rank_s": over("slowest_seconds"),
         "rounds": len(seconds),
         "wire_bytes": over("wire_bytes"),
         "hidden_share": hidden_share(communication, exposed),
@@ -112,32 +127,50 @@ def _against(seconds: Sequence[float], baseline: Sequence[Mapping[str, float]] |
     }
 
 
-def target_of(curves: Mapping[tuple[str, str, int], Curve], workload: str) -> float | None:
-    """Return the accuracy to reach on a workload; None where the reference is not there, or has failed."""
-    own = [curve for key, curve in curves.items() if key[:2] == (workload, REFERENCE)]
-    ends = [curve.points[-1][1] for curve in own if curve.points]
-    return float(np.mean(ends)) - TARGET_BELOW if ends and len(ends) == len(own) else None
+def curves_of(
+    curves: Mapping[Key, Curve], shares: Mapping[tuple[str, str], float], workload: str, system: str
+) -> list[Curve]:
+    """Return the curves of a system on a workload by seed, at the share of the learning rate that counts."""
+    share = shares.get((workload, system))
+    return [curve for key, curve in sorted(curves.items()) if key[:2] == (workload, system) and key[3] == share]
 
 
-def accuracy_of(curves: Sequence[Curve], target: float | None) -> Row:
+def target_of(reference: Sequence[Curve]) -> float | None:
+    """Return the accuracy to reach, from the reference's curves; None if there are none, or one has failed."""
+    end = _mean([_end(curve) for curve in reference])
+    return None if end is None else end - TARGET_BELOW
+
+
+def accuracy_of(curves: Sequence[Curve], reference: Sequence[Curve], target: float | None) -> Row:
     """Return the accuracies of the seeds of one system, and the iterations to ``target``: their median over seeds.
 
     There are no iterations unless every seed was seen to cross it: a median of those that did would be of the lucky.
+    Seeds are compared with the same ones of the reference.
     """
-    ends = [curve.points[-1][1] for curve in curves if curve.failure is None]
+    ends = [end for curve in curves if (end := _end(curve)) is not None]
     crossings = [None if target is None else seconds_to(target, curve.points) for curve in curves]
     reached = [one for one in crossings if one is not None]
     failures = "; ".join(f"seed {seed}: {curve.failure}" for seed, curve in enumerate(curves) if curve.failure)
     if target is None:
         why = "no target: synchronous training was left out, or failed"
+    elif not curves:
+        why = failures = UNTRAINED
     elif len(reached) < len(curves):
         why = f"seen to cross in {len(reached)} of {len(curves)} seeds"
+        if early := sum(curve.points[0][1] >= target for curve in curves if curve.points):
+            why += f", and in {early} above it in the first evaluation"
     else:
         why = ""
     return {
         "seeds": len(curves),
-        "trained_on": curves[0].how,
-        "accuracy_mean": mean_of_all([curve.points[-1][1] if curve.failure is None else None for curve in curves]),
+        "trained_on": curves[0].how if curves else "",
+        "accuracy_mean": _mean([_end(curve) for curve in curves]),
+        "accuracy_difference": _mean(
+            [
+                None if (own := _end(curve)) is None or (base := _end(same_seed)) is None else own - base
+                for curve, same_seed in zip(curves, reference, strict=False)
+            ]
+        ),
         "accuracy_lowest": min(ends, default=None),
         "accuracy_highest": max(ends, default=None),
         "failures": failures,
@@ -145,6 +178,14 @@ def accuracy_of(curves: Sequence[Curve], target: float | None) -> Row:
         "iterations_to_target": median(reached) if reached and len(reached) == len(curves) else None,
         "not_reached": why,
     }
+
+
+def _end(curve: Curve) -> float | None:
+    return None if curve.failure else curve.points[-1][1]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return mean_of_all(values) if values else None
 
 
 def show(rows: Sequence[Row], title: str) -> None:
@@ -162,6 +203,7 @@ def show(rows: Sequence[Row], title: str) -> None:
                 "hidden": text(row, "hidden_share", ".0%"),
                 "MB of memory": text(row, "memory_bytes", ".0f", 1e-6),
                 "accuracy %": text(row, "accuracy_mean", ".2f", 100),
+                "points above d-sync": text(row, "accuracy_difference", "+.2f", 100),
                 "iterations to target": text(row, "iterations_to_target", ".0f"),
                 "s to target, calculated": text(row, "time_to_target_s", ".1f"),
             }

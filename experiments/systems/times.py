@@ -25,18 +25,18 @@ from experiments.kept_runs import KeptRuns
 from experiments.results import code_state
 from experiments.systems import hogwild
 from experiments.systems.catalogue import HOGWILD, NAME
-from experiments.systems.workloads import CORES, NODES, PLACES, QUICK_NODES, QUICK_PLACES, Workload
-from experiments.testbed import Link, Testbed, parse_rate
+from experiments.systems.workloads import CORES, NODES, PLACES, QUICK_PLACES, Workload
+from experiments.testbed import Link, Testbed, TestbedFailedError, parse_rate
 from experiments.validation_runs import ask, calibrate, public, time_in_passes
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import PlanningConfig, TrainConfig
-from pipesgd.errors import UserInputError
+from pipesgd.errors import RunError, UserInputError
 from pipesgd.planning.choose import decide
 from timing_model.cluster_profile import Profile
 from timing_model.job import STRATEGIES
 
-ROUNDS, BLOCK = 5, 6
-"""Rounds, and fewest iterations of each system in a round."""
+ROUNDS, BLOCK = 6, 5
+"""Rounds, as many in reverse order as not, and fewest iterations of each system in a round."""
 QUICK_ROUNDS, QUICK_BLOCK = 1, 2
 CODECS = ("truncate16", "fp16", "int8", "int4")
 CALIBRATED = "--all-reduces ring native all-to-all --servers"
@@ -61,18 +61,13 @@ class Setting:
     quick: bool = False
 
     @property
-    def nodes(self) -> int:
-        """Number of nodes, of one rank each."""
-        return QUICK_NODES if self.quick else NODES
-
-    @property
     def name(self) -> str:
         """Name for people."""
-        return f"{self.workload}, {self.nodes} nodes at {self.rate}, {self.computes}"
+        return f"{self.workload}, {NODES} nodes at {self.rate}, {self.computes}"
 
     def testbed(self) -> Testbed:
         """Return a testbed with these links, to be entered."""
-        return Testbed(nodes=self.nodes, link=Link(rate=parse_rate(self.rate)))
+        return Testbed(nodes=NODES, link=Link(rate=parse_rate(self.rate)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +130,7 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
     configs = {words: parse_training(shlex.split(f"{base} {words}")) for words in words_of_systems}
     if own_program:  # before the job, which takes long
         length = f"--iterations {QUICK_BLOCK if quick else ROUNDS * BLOCK + hogwild.UNTIMED}"
-        outcome = hogwild.train(f"{base} {length}", setting.nodes)
+        outcome = hogwild.train(f"{base} {length}", NODES)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with setting.testbed() as testbed:
@@ -143,7 +138,7 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
             codecs = " ".join(CODECS)
             profile = calibrate(testbed, f"--seconds {seconds} --codecs {codecs} {CALIBRATED} {base}", folder)
         kept_profile = public(profile, folder / "public.toml")
-        predictions = {words: predicted(one, words, profile, setting.nodes) for words, one in configs.items()}
+        predictions = {words: predicted(one, words, profile, NODES) for words, one in configs.items()}
         not_timed = (
             {}
             if setting.computes == CORES
@@ -177,7 +172,7 @@ def planned_cells(workloads: Mapping[str, Workload], keys: Mapping[str, str], *,
     texts = {}
     for name, workload in workloads.items():
         # Systems take turns, so a cell is of these systems and no others.
-        measured = [sorted(set(keys.values())), workload.words, workload.model, ROUNDS, BLOCK, SECONDS, CALIBRATED]
+        measured = [sorted(set(keys.values())), workload.timed(CORES), ROUNDS, BLOCK, SECONDS, CODECS, CALIBRATED]
         digest = hashlib.sha256(json.dumps(measured).encode()).hexdigest()[:16]
         for rate, computes in QUICK_PLACES if quick else PLACES:
             setting = Setting(workload=name, rate=rate, computes=computes, quick=quick)
@@ -204,11 +199,12 @@ def finished_cells(
     planned = planned_cells(workloads, keys, quick=arguments.quick)
     words = sorted(set(keys.values()) - {HOGWILD})
     kept = KeptRuns(arguments.output / KEPT, Cell, fresh=arguments.fresh)
-    done = kept.complete(
-        planned,
-        lambda one: measure(one, workloads[one.workload], words, HOGWILD in keys),
-        console,
-        "iteration times",
-        finished=arguments.finished,
-    )
+
+    def made(one: Setting) -> Cell:
+        try:
+            return measure(one, workloads[one.workload], words, HOGWILD in keys)
+        except TestbedFailedError as failure:
+            raise RunError(str(failure)) from None
+
+    done = kept.complete(planned, made, console, "iteration times", finished=arguments.finished)
     return {(one.workload, one.rate, one.computes): done[name] for name, one in planned.items() if name in done}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NODES, QUICK_NODES = 4, 2
+NODES = 4
 ACCELERATOR, QUICK_ACCELERATOR, CORES = "75ms", "5ms", "cores"
 """Computers: an emulated accelerator on each node, by the time of its forward and backward pass, or the cores of
 this machine for all nodes."""
@@ -24,16 +24,15 @@ class Workload:
 
     words: str
     """Arguments of ``pipesgd.train`` but ``--model``, ``--lr`` and the length."""
-    lr: str
-    """Learning rate of the training, the peak of its schedule."""
+    lr: float
+    """Learning rate of synchronous training, the peak of its schedule."""
     model: str
     iterations: int
     """Length of the training whose accuracy is compared."""
 
-    @property
-    def trained(self) -> str:
-        """Arguments for the model itself."""
-        return f"{self.words} --lr {self.lr} --model {self.model}"
+    def trained(self, share: float = 1.0) -> str:
+        """Return the arguments for the model itself, at this share of the learning rate."""
+        return f"{self.words} --lr {share * self.lr:g} --model {self.model}"
 
     def timed(self, computes: str) -> str:
         """Return the arguments for the model on the cores, or on an emulated accelerator."""
@@ -41,24 +40,23 @@ class Workload:
         return f"{self.words} --lr {TIMED_LR} --model {self.model if computes == CORES else emulated}"
 
 
-_IMAGES = "--dataset fashion-mnist --batch-size 32 --schedule one-cycle"
+_IMAGES = "--dataset experiments.systems.data:fashion_mnist --schedule one-cycle"
+_TEXT = "--dataset experiments.systems.data:python_stdlib --schedule one-cycle"
 WORKLOADS = {
-    "mlp": Workload(words=f"{_IMAGES} --hidden-sizes 1000 1000", lr="0.1", model="mlp", iterations=468),
-    "convnet": Workload(words=_IMAGES, lr="0.1", model="convnet", iterations=468),
-    "alexnet": Workload(words=_IMAGES, lr="0.02", model="alexnet", iterations=468),
+    "mlp": Workload(words=f"{_IMAGES} --batch-size 32 --hidden-sizes 1000 1000", lr=0.1, model="mlp", iterations=468),
+    "convnet": Workload(words=f"{_IMAGES} --batch-size 16", lr=0.1, model="convnet", iterations=468),
+    "alexnet": Workload(words=f"{_IMAGES} --batch-size 16", lr=0.02, model="alexnet", iterations=234),
     "transformer": Workload(
-        words="--dataset python-stdlib --batch-size 8 --schedule one-cycle --optimizer adamw",
-        lr="0.008",
-        model="transformer",
-        iterations=600,
+        words=f"{_TEXT} --batch-size 8 --optimizer adamw", lr=0.008, model="transformer", iterations=300
     ),
 }
-"""The MLP has 1.8 M parameters, the convnet 0.86 M, AlexNet for images of 28 x 28 pixels 4.0 M; an epoch of
-Fashion-MNIST on four ranks has 468 iterations."""
+"""The MLP has 1.8 M parameters, the convnet 0.86 M, AlexNet for images of 28 x 28 pixels 4.0 M, the transformer 0.47 M.
+Trainings are short, since there are hundreds: a whole epoch of Fashion-MNIST on four ranks for the MLP, half of one for
+the convnet, and a quarter for AlexNet."""
 QUICK = {
     "digits": Workload(
         words="--dataset digits --batch-size 16 --schedule one-cycle --hidden-sizes 64",
-        lr="0.1",
+        lr=0.1,
         model="mlp",
         iterations=20,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import queue
 import re
@@ -29,7 +30,7 @@ from experiments.results import REPOSITORY, RESULTS, code_state, load
 from experiments.simulated_runs import DIVERGED_LOSS, Run, batches_of, loss_of, simulate
 from experiments.systems import accuracy, hogwild, pictures, table, times
 from experiments.systems.__main__ import compute, main, parse
-from experiments.systems.accuracy import Curve, Trained, diverged_at, finished_curves, is_simulated, read_points
+from experiments.systems.accuracy import Curve, diverged_at, finished_curves, is_simulated, read_points
 from experiments.systems.catalogue import FOLDER, HOGWILD, NOT_HERE, WITHOUT_EFFECT, systems
 from experiments.systems.catalogue import load as load_system
 from experiments.systems.times import (
@@ -47,6 +48,7 @@ from experiments.systems.workloads import CORES, PLACES, QUICK, WORKLOADS
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig, differing_options
 from pipesgd.data import make_workload
+from pipesgd.data.datasets import load_dataset
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import alone
 from tests.experiments.test_simulation import CASES, WINDOWS
@@ -56,6 +58,7 @@ from timing_model.cli import main as main_of_timing_model
 pytestmark = pytest.mark.slow
 
 SYSTEMS = systems()
+TRAINED = {name: one.trained_words for name, one in SYSTEMS.items()} | {HOGWILD: ""}
 SHORT = "--dataset digits --hidden-sizes 20 --batch-size 16 --lr 0.05 --iterations 4 --evaluate-iterations 2"
 
 
@@ -144,6 +147,7 @@ def test_every_system_runs_from_the_command_line(tmp_path: Path) -> None:
         name: ["--config", str(FOLDER / f"{name}.toml"), *SHORT.split(), "--output", str(tmp_path / name)]
         for name in SYSTEMS
     }
+    words["pmls-ssp"] += ["--servers", "2"]  # these are two ranks
     for errors in run_ranks(2, train_each_as_a_rank, words, process_group=False, deadline=120.0):
         assert errors == dict.fromkeys(SYSTEMS, "")
     for name in SYSTEMS:
@@ -183,17 +187,56 @@ def test_only_systems_that_simulated_ranks_equal_bit_for_bit_are_simulated() -> 
 
 
 def test_systems_that_train_alike_share_their_trainings() -> None:
-    words = {name: one.trained_words for name, one in SYSTEMS.items()} | {HOGWILD: ""}
-    planned = accuracy.plan(WORKLOADS, words, 2)
-    assert planned.keys() == {(workload, name, seed) for workload in WORKLOADS for name in words for seed in (0, 1)}
+    planned = accuracy.plan(WORKLOADS, TRAINED, 2)
     for same in (("theano-asa", "theano-subgd", "theano-loading"), ("pmls-wait-free", "pmls-managed")):
-        assert len({planned["mlp", name, 1].words for name in same}) == 1
-    assert len({one.words for one in planned.values()}) == 2 * len(WORKLOADS) * len(set(words.values()))
-    assert planned["mlp", HOGWILD, 0].words.startswith(f"{HOGWILD} --dataset fashion-mnist")
-    for name, every in (("d-sync", 39), ("theano-easgd", 40), ("diloco", 60)):
-        config = parsed(planned["mlp", name, 1].words)
+        assert len({planned["mlp", name, 0, 1.0].words for name in same}) == 1
+    assert planned["mlp", HOGWILD, 0, 1.0].words.startswith(f"{HOGWILD} --dataset experiments.systems")
+    for name, every in (("d-sync", 78), ("theano-easgd", 80), ("diloco", 90)):
+        config = parsed(planned["mlp", name, 1, 1.0].words)
         assert (config.optimization.iterations, config.optimization.seed) == (WORKLOADS["mlp"].iterations, 1)
         assert config.run.evaluate_iterations == every, "whole windows"
+
+
+SYNCHRONOUS = {"ddp", "ps-sync", "theano-ar", "theano-asa", "theano-subgd", "theano-loading"}
+SYNCHRONOUS |= {"pmls-wait-free", "pmls-managed", "pmls-structure-aware"}
+LATE = {"pipe-sgd", "pipe-sgd-t", "pipe-sgd-q", "ps-async", "pmls-ssp", HOGWILD}
+
+
+def test_synchronous_sums_in_another_order_train_once_and_late_gradients_at_two_learning_rates() -> None:
+    planned = accuracy.plan({"mlp": WORKLOADS["mlp"]}, TRAINED, 3)
+    trainings: dict[str, set[tuple[int, float]]] = {}
+    for _, name, seed, share in planned:
+        trainings.setdefault(name, set()).add((seed, share))
+    assert TRAINED.keys() - trainings.keys() == {"local"}, "no way to train"
+    assert {name for name, one in trainings.items() if one == {(0, 1.0)}} == SYNCHRONOUS
+    assert {name for name, one in trainings.items() if one == set(itertools.product(range(3), (1.0, 0.25)))} == LATE
+    others = trainings.keys() - SYNCHRONOUS - LATE
+    assert all(trainings[name] == {(seed, 1.0) for seed in range(3)} for name in others)
+    for name in LATE - {HOGWILD}:
+        rates = {parsed(planned["mlp", name, 0, share].words).optimization.lr for share in (1.0, 0.25)}
+        assert rates == {0.1, 0.025}
+
+
+def test_the_learning_rate_counts_at_which_all_seeds_together_end_best() -> None:
+    curves = {
+        ("mlp", "pipe-sgd", 0, 1.0): curve(0.5, 0.9),
+        ("mlp", "pipe-sgd", 1, 1.0): curve(failure="diverged in iteration 3"),
+        ("mlp", "pipe-sgd", 0, 0.25): curve(0.5, 0.6),
+        ("mlp", "pipe-sgd", 1, 0.25): curve(0.5, 0.6),
+        ("convnet", "pipe-sgd", 0, 1.0): curve(0.5, 0.9),
+        ("convnet", "pipe-sgd", 0, 0.25): curve(0.5, 0.6),
+        ("convnet", "diloco", 0, 1.0): curve(failure="diverged in iteration 3"),
+    }
+    shares = accuracy.best_shares(curves)
+    assert shares == {("mlp", "pipe-sgd"): 0.25, ("convnet", "pipe-sgd"): 1.0, ("convnet", "diloco"): 1.0}
+    found = table.curves_of(curves, shares, "mlp", "pipe-sgd")
+    assert found == [curves["mlp", "pipe-sgd", seed, 0.25] for seed in (0, 1)]
+
+
+def test_a_system_that_cannot_train_on_a_workload_is_refused_before_hours_of_others() -> None:
+    workloads = {"mlp": WORKLOADS["mlp"], "odd": replace(WORKLOADS["mlp"], words="--dataset digits --accumulation 2")}
+    with pytest.raises(UserInputError, match="accumulation must be 1 with --local-steps"):
+        accuracy.plan(workloads, {"diloco": SYSTEMS["diloco"].trained_words}, 1)
 
 
 def test_a_curve_is_that_of_the_run_or_says_why_there_is_none() -> None:
@@ -205,19 +248,26 @@ def test_a_curve_is_that_of_the_run_or_says_why_there_is_none() -> None:
 
 def test_a_failure_that_is_no_result_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     planned = accuracy.plan(QUICK, {"ps-async": SYSTEMS["ps-async"].trained_words}, 2)
+    planned = {key: one for key, one in planned.items() if key[3] == 1.0}
     failures = {0: "did not end within 3600 s", 1: "gradients of iteration 3 are not finite on rank 0"}
 
-    def train(words: str, world_size: int) -> Trained:
+    def train(words: str) -> Curve:
         seed = parsed(words).optimization.seed
-        return Trained(commit=None, failure=failures[seed], points=[])
+        return Curve(commit=None, how="real", failure=failures[seed], points=[])
 
     monkeypatch.setattr(accuracy, "train", train)
     arguments = Namespace(quick=True, fresh=False, finished=False, output=tmp_path, processes=1)
     with pytest.raises(RunError, match=r"1 of 2 failed, .* the first was digits, ps-async, seed 0: did not end within"):
-        finished_curves(planned, arguments, Console(quiet=True), world_size=2)
+        finished_curves(planned, arguments, Console(quiet=True))
     arguments.finished = True
-    [(key, found)] = finished_curves(planned, arguments, Console(quiet=True), world_size=2).items()
-    assert (key, found.failure) == (("digits", "ps-async", 1), failures[1])
+    [(key, found)] = finished_curves(planned, arguments, Console(quiet=True)).items()
+    assert (key, found.failure) == (("digits", "ps-async", 1, 1.0), failures[1])
+
+
+def test_ranks_that_differ_are_no_training_that_diverged() -> None:
+    """ReplicasDivergedError is a fault of the software."""
+    assert not accuracy.has_diverged("ReplicasDivergedError: weights differ between ranks")
+    assert accuracy.has_diverged("the averaged gradient of iteration 3 holds a NaN or an infinity: lower --lr")
 
 
 def test_real_runs_diverge_at_the_loss_at_which_simulated_ones_do(
@@ -232,6 +282,16 @@ def test_real_runs_diverge_at_the_loss_at_which_simulated_ones_do(
     assert with_losses(2.3, 2.0, None) == "diverged in iteration 2"
     with pytest.raises(RunError, match=r"hogwild failed: .*diverged in iteration"):
         hogwild.train("--dataset digits --hidden-sizes 20 --lr 1e9 --iterations 20", 2)
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_every_fourth_test_sample_is_evaluated(name: str) -> None:
+    config = parsed(WORKLOADS[name].trained())
+    whole = load_dataset({"mlp": "fashion-mnist", "transformer": "python-stdlib"}[name], None, image_size=28)
+    data, _ = make_workload(config)
+    assert (len(data.train), len(data.test)) == (len(whole.train), len(range(0, len(whole.test), 4)))
+    for part, right in zip(data.test[torch.tensor([0, 2])], whole.test[torch.tensor([0, 8])], strict=True):
+        assert torch.equal(part, right)
 
 
 # ---- Times
@@ -321,7 +381,7 @@ def test_a_system_that_sends_factors_is_timed_where_there_are_some(
         assert (keys["pmls-structure-aware"] in one.rounds) is (computes == CORES)
     cells = {("mlp", *place): one for place, one in measured.items()}
     cells = {place: replace(one, rounds=with_figures(one.rounds)) for place, one in cells.items()}
-    curves = {("mlp", name, 0): curve(0.5, 0.8) for name in names}
+    curves = {("mlp", name, 0, 1.0): curve(0.5, 0.8) for name in names}
     for row in table.rows_of(dict.fromkeys(names, "A title."), cells, keys, curves):
         timed = row["system"] == "ddp" or row["computes"] == CORES
         assert (row["iteration_s"] is not None) is timed
@@ -332,6 +392,7 @@ def test_a_system_that_sends_factors_is_timed_where_there_are_some(
 def with_figures(rounds: dict[str, list[dict[str, float]]]) -> dict[str, list[dict[str, float]]]:
     figures = dict.fromkeys(("communication_seconds", "exposed_seconds"), 0.1)
     figures |= {"wire_bytes": 1e6, "memory_bytes": 2e6, "cpu_share": 0.5}
+    figures |= {"fastest_seconds": 0.1, "slowest_seconds": 0.2}
     return {words: [one | figures for one in of_rounds] for words, of_rounds in rounds.items()}
 
 
@@ -364,6 +425,7 @@ def cell() -> Cell:
     def rounds(*seconds: float, communication: float, exposed: float) -> list[dict[str, float]]:
         figures = {"communication_seconds": communication, "exposed_seconds": exposed}
         figures |= {"wire_bytes": 1e6, "memory_bytes": 2e6, "cpu_share": 0.5}
+        figures |= {"fastest_seconds": 0.05, "slowest_seconds": 0.6}
         return [{"seconds": one} | figures for one in seconds]
 
     return Cell(
@@ -390,16 +452,14 @@ def curve(*accuracies: float, failure: str | None = None) -> Curve:
 
 
 CURVES = {
-    ("mlp", "d-sync", 0): curve(0.5, 0.7, 0.8),
-    ("mlp", "d-sync", 1): curve(0.6, 0.79, 0.82),
-    ("mlp", "ddp", 0): curve(0.5, 0.6, 0.9),
-    ("mlp", "ddp", 1): curve(0.5, 0.5, 0.7),
-    ("mlp", "local", 0): curve(0.3, 0.3, 0.3),
-    ("mlp", "local", 1): curve(0.3, 0.3, 0.3),
-    ("mlp", "theano-easgd", 0): curve(failure="diverged in iteration 3"),
-    ("mlp", "theano-easgd", 1): curve(0.5, 0.7, 0.9),
-    ("mlp", HOGWILD, 0): curve(0.2, 0.8, 0.8),
-    ("mlp", HOGWILD, 1): curve(0.6, 0.9, 0.8),
+    ("mlp", "d-sync", 0, 1.0): curve(0.5, 0.7, 0.8),
+    ("mlp", "d-sync", 1, 1.0): curve(0.6, 0.79, 0.82),
+    ("mlp", "ddp", 0, 1.0): curve(0.5, 0.6, 0.9),
+    ("mlp", "ddp", 1, 1.0): curve(0.5, 0.5, 0.7),
+    ("mlp", "theano-easgd", 0, 1.0): curve(failure="diverged in iteration 3"),
+    ("mlp", "theano-easgd", 1, 1.0): curve(0.5, 0.7, 0.9),
+    ("mlp", HOGWILD, 0, 1.0): curve(0.2, 0.8, 0.8),
+    ("mlp", HOGWILD, 1, 1.0): curve(0.6, 0.9, 0.8),
 }
 
 
@@ -431,13 +491,16 @@ def test_the_target_is_below_what_synchronous_training_ends_with_and_every_seed_
 
 
 def test_no_cell_is_empty_without_a_reason() -> None:
-    ratios = {f"times_as_fast_as_ddp{end}" for end in ("", "_low", "_high")}
+    ratios, of_ranks = (
+        {f"times_as_fast_as_ddp{end}" for end in ("", "_low", "_high")},
+        {"fastest_rank_s", "slowest_rank_s"},
+    )
     for name, row in rows().items():
         empty = {column for column, value in row.items() if value is None}
         for columns, reason in (
             ({"predicted_s", "predicted_low_s", "predicted_high_s", "prediction_error"}, "not_predicted"),
-            ({"hidden_share", "memory_bytes", "cpu_share"} | ratios, "not_measured"),
-            ({"accuracy_mean"}, "failures"),
+            ({"hidden_share", "memory_bytes", "cpu_share"} | of_ranks | ratios, "not_measured"),
+            ({f"accuracy_{end}" for end in ("mean", "difference", "lowest", "highest")} | {"share_of_lr"}, "failures"),
             ({"iterations_to_target", "time_to_target_s"}, "not_reached"),
         ):
             assert bool(empty & columns) == bool(row[reason]), (name, reason)
@@ -459,7 +522,8 @@ def test_reasons_are_said_once() -> None:
 
 def test_a_target_needs_synchronous_training() -> None:
     titles = {name: TITLES[name] for name in ("ddp", "local")}
-    [row, _] = table.rows_of(titles, {("mlp", "1gbit", "75ms"): cell()}, KEYS, CURVES | {("mlp", "d-sync", 1): curve()})
+    curves = CURVES | {("mlp", "d-sync", 1, 1.0): curve(failure="diverged in iteration 3")}
+    [row, _] = table.rows_of(titles, {("mlp", "1gbit", "75ms"): cell()}, KEYS, curves)
     assert row["target_accuracy"] is row["iterations_to_target"] is None
     assert row["not_reached"].startswith("no target: ")
 
@@ -471,7 +535,7 @@ def test_the_picture_has_the_speed_of_every_system_that_was_compared_with_ddp_th
     labels = [label.get_text() for label in axes.get_yticklabels()]
     # Synchronous training ends with 81 %, DDP with 80, and HogWild has no rounds with DDP.
     assert pictures.draw_speedups("systems", list(rows().values()), tmp_path).stat().st_size > 0
-    assert labels == ["local  (-51.0)", "theano-easgd  (diverges)", "d-sync  (+0.0)", "ddp  (-1.0)"]
+    assert labels == ["local  ", "theano-easgd  (diverges)", "d-sync  (+0.0)", "ddp  (-1.0)"]
     measured = [bar.lines[0].get_xydata().tolist() for bar in axes.containers]
     assert measured == [[[pytest.approx(ratio), place]] for place, ratio in enumerate((4.0, 0.4 / 0.15, 2.0, 1.0))]
     [predicted] = [line for line in axes.get_lines() if line.get_marker() == "x" and len(line.get_xydata())]
@@ -494,7 +558,7 @@ def test_curves_are_over_iterations_and_over_the_time_that_these_take_on_the_slo
 
 
 def test_a_curve_whose_seeds_have_diverged_is_named_without_a_line() -> None:
-    diverged = CURVES | {("mlp", "ddp", 0): curve(failure="diverged in iteration 3")}
+    diverged = CURVES | {("mlp", "ddp", 0, 1.0): curve(failure="diverged in iteration 3")}
     curves = pictures.curve_rows(list(rows().values()), diverged)
     axes = pictures.plot_curves(curves[:4], Figure().subplots())
     [ddp] = [line for line in axes.get_lines() if line.get_label() == "ddp"]
@@ -608,8 +672,8 @@ def test_some_systems_are_measured_trained_kept_and_written(
     monkeypatch.setattr(times, "calibrate", lambda testbed, words, folder: PROFILE)
     monkeypatch.setattr(validation_runs, "run_job", run_job_on_forked_ranks)
     monkeypatch.setattr(accuracy, "run_training", train_on_forked_ranks)
-    names = ["d-sync", "local", "pmls-ssp", HOGWILD]
-    simulated = accuracy.plan(QUICK, {"d-sync": SYSTEMS["d-sync"].trained_words}, 1)["digits", "d-sync", 0].words
+    names = ["d-sync", "local", "ps-async", HOGWILD]
+    simulated = accuracy.plan(QUICK, {"d-sync": SYSTEMS["d-sync"].trained_words}, 1)["digits", "d-sync", 0, 1.0].words
     KeptRuns(tmp_path / "systems.simulated.runs.json", Run).add(simulated, simulate(simulated))
     words, console = ["--quick", "--only", *names, "--output", str(tmp_path)], Console()
     main(words, alone(), console)
@@ -618,20 +682,23 @@ def test_some_systems_are_measured_trained_kept_and_written(
     values = 64 * 64 + 64 + 64 * 10 + 10
     for name, row in found.items():
         assert row["iteration_s"] > 0.005, name
-        assert row["accuracy_mean"] > 0.2, name
-    bytes_of_rings = 2 * 4 * values  # each of two ranks sends half of the gradient twice
+        if name == "local":
+            assert row["failures"].startswith("no training: ")
+        else:
+            assert row["accuracy_mean"] > 0.2, name
+    bytes_of_rings = 2 * 4 * values  # each of these two ranks sends half of the gradient twice
     assert [found[name]["wire_bytes"] for name in ("d-sync", "local", HOGWILD)] == [bytes_of_rings, 0, 0]
     assert found["d-sync"]["memory_bytes"] > 4 * values
     assert found["d-sync"]["predicted_s"] > 0
-    assert (found["d-sync"]["trained_on"], found["pmls-ssp"]["trained_on"]) == ("simulated", "real")
+    assert (found["d-sync"]["trained_on"], found["ps-async"]["trained_on"]) == ("simulated", "real")
     assert not (tmp_path / "systems.png").exists(), "without DDP there is no speed-up"
     assert {row["system"] for row in load(tmp_path / "systems_convergence.json")} == {"d-sync"}
     assert (tmp_path / "systems_convergence.png").stat().st_size > 0
     manifest = json.loads((tmp_path / "systems.manifest.json").read_text(encoding="utf-8"))
     assert manifest["not_here"] == NOT_HERE
-    assert manifest["systems"].keys() == {"d-sync", "local", "pmls-ssp"}
+    assert manifest["systems"].keys() == {"d-sync", "local", "ps-async"}
     assert manifest["made_with"] == [str(code_state())]
-    assert manifest["workloads"] == {"digits": f"{QUICK['digits'].trained} --iterations 20"}
+    assert manifest["workloads"] == {"digits": f"{QUICK['digits'].trained()} --iterations 20"}
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.runs.json")}
     assert len(kept) == 3
     for option in ([], ["--finished"]):
@@ -646,8 +713,8 @@ def test_some_systems_are_measured_trained_kept_and_written(
 
 def test_fresh_forgets_what_was_kept(tmp_path: Path) -> None:
     KeptRuns(tmp_path / KEPT, Cell).add("a cell", cell())
-    KeptRuns(tmp_path / "systems.real.runs.json", Trained).add("a run", Trained(commit=None, failure=None, points=[]))
+    KeptRuns(tmp_path / "systems.real.runs.json", Curve).add("a run", curve(0.5))
     arguments = Namespace(quick=True, fresh=True, finished=True, output=tmp_path)
     assert finished_cells(QUICK, KEYS, arguments, Console()) == {}
-    assert finished_curves({}, arguments, Console(), world_size=2) == {}
+    assert finished_curves({}, arguments, Console()) == {}
     assert list(tmp_path.iterdir()) == []
