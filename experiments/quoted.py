@@ -16,7 +16,14 @@ from experiments import fig03_convergence, figures, first_screen
 from experiments.markdown import table
 from experiments.quoted_loops import LOOPS
 from experiments.quoted_reliability import RELIABILITY
-from experiments.quoted_staleness import accuracies, late_layers, local_steps, short_accuracies
+from experiments.quoted_staleness import (
+    accuracies,
+    late_layers,
+    local_steps,
+    local_steps_hidden,
+    local_steps_times,
+    short_accuracies,
+)
 from experiments.results import RESULTS, Row, command_of, grouped, load
 from experiments.style import TITLES
 from experiments.systems.headlines import ours_in_words
@@ -395,6 +402,8 @@ QUOTES: dict[str, Callable[..., str]] = {
         short_accuracies,
         late_layers,
         local_steps,
+        local_steps_hidden,
+        local_steps_times,
         times_to_accuracy,
         seeds_that_arrived,
         training_times,

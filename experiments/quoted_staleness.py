@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from experiments import lateness, local_steps_accuracy
+from experiments import lateness, local_steps_accuracy, local_steps_time
 from experiments.markdown import table
 from experiments.results import RESULTS, Row, grouped, load
 from experiments.staleness_runs import BASELINE, METHODS, WORKLOADS
@@ -93,6 +93,45 @@ def local_steps() -> str:
         }
         lines.append([HEADLINES[workload][0], name, *(cells.get(one, "") for one in steps)])
     return table(["", "change from synchronous training", *(f"H {one}" for one in steps)], lines)
+
+
+def local_steps_times() -> str:
+    """Return the minutes to an accuracy, by accelerator and rate, with the local steps that reach it first."""
+    rows = load(RESULTS / f"{local_steps_time.NAME}.csv")
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    tables = []
+    for accelerator, own in grouped(local_steps_time.best_of(rows), "accelerator").items():
+        rates = sorted({row["mbit_per_s"] for row in own})
+        best = {(row["contender"], row["mbit_per_s"]): row for row in own}
+        head = f"accelerators {accelerator}: minutes, H, times as fast as DDP (interval)"
+        lines = [[name, *(_arrival(best.get((name, rate))) for rate in rates)] for name in names]
+        tables.append(table([head, *(f"{rate:g} Mbit/s" for rate in rates)], lines))
+    return "\n\n".join(tables)
+
+
+def _arrival(row: Row | None) -> str:
+    if row is None:
+        return "never"
+    steps = f", H {row['local_steps']}" if row["local_steps"] > 1 else ""
+    faster = f"{row['times_as_fast_as_ddp']:.1f}x ({row['low']:.1f} to {row['high']:.1f})"
+    return f"{row['seconds_to_accuracy'] / 60:.1f}{steps}, {faster}"
+
+
+def local_steps_hidden() -> str:
+    """Return the share of pipesgd's communication that was hidden, and in brackets the one that was predicted."""
+    rows = [
+        row
+        for row in load(RESULTS / f"{local_steps_time.NAME}.csv")
+        if row["contender"].startswith(local_steps_time.OURS)
+    ]
+    steps = sorted({row["local_steps"] for row in rows})
+    lines = []
+    for (accelerator, rate, name), own in grouped(rows, "accelerator", "mbit_per_s", "contender").items():
+        planned = own[0]["planned_local_steps"]
+        cells = {row["local_steps"]: f"{row['hidden']:.0%} ({row['predicted_hidden']:.0%})" for row in own}
+        of_planner = "" if planned is None else f"{planned}"
+        lines.append([f"{accelerator}, {rate:g} Mbit/s, {name}", of_planner, *(cells.get(one, "") for one in steps)])
+    return table(["share hidden (predicted)", "the planner's H", *(f"H {one}" for one in steps)], lines)
 
 
 def _cost(row: Row) -> str:
