@@ -469,7 +469,7 @@ class Job:
     def noise(self) -> Noise:
         """Variation of the workers' computation."""
         compute = self.accumulated
-        times = compute.times(self.width, self.all_reduce, self.codec, self.local_steps)
+        times = compute.times(self.width, self.all_reduce, self.codec, self.local_steps).window(self.local_steps)
         return Noise(
             cv=compute.cv,
             persistence=compute.persistence.value,

@@ -270,6 +270,18 @@ def test_a_slow_accelerator_slows_no_update(share: float, of_update: float) -> N
     assert answer.iteration.total == pytest.approx(0.1 * (1.5 + of_update))
 
 
+@pytest.mark.parametrize(("share", "of_update"), [(0.0, 1.0), (0.5, 1.25), (1.0, 1.5)])
+@pytest.mark.parametrize("steps", [2, 50])
+def test_a_slow_accelerator_slows_no_update_of_a_window_either(share: float, of_update: float, steps: int) -> None:
+    """Passes take 0.1 s, a local step's update 0.04 s, and the end of a window another 0.1 s."""
+    updates = {"update": Estimate.exact(0.1), "local_update": Estimate.exact(0.04)}
+    work = compute(0.1, 1000, slow_ranks=(1.5,), processor_share=share, **updates)
+    free = by_hand(LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0))
+    answer = predict(Job(cluster=free, compute=work, world_size=4, width=1, local_steps=steps))
+    expected = steps * 0.1 * 1.5 + (steps * 0.04 + 0.1) * of_update
+    assert steps * answer.iteration.total == pytest.approx(expected)
+
+
 def test_where_two_parts_take_equally_long_neither_is_the_limit() -> None:
     link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
     work = compute(ring_all_reduce_time(link, 4e8, 4), 100_000_000)
