@@ -89,12 +89,13 @@ def calibrate(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
     def write() -> None:
         if found is None or made is None:
             return
+        fit_cluster.save(made, options.out)  # before the picture, so that no failure of that loses it
+        say(console, f"wrote {options.out}")
         if options.plot is not None:
             report.save_plot(found.fits, options.plot)
             say(console, f"wrote {options.plot}")
-        fit_cluster.save(made, options.out)
         plan = ["--cluster", str(options.out), "--model", training.model.model, "--world-size", str(ranks.world_size)]
-        say(console, f"wrote {options.out}", f"next: timing-model plan {shlex.join(plan)}")
+        say(console, f"next: timing-model plan {shlex.join(plan)}")
 
     ranks.raise_together("the file", write)
 

@@ -95,11 +95,13 @@ def check_plot(path: Path | None) -> None:
     if path is None:
         return
     try:
-        import matplotlib  # noqa: F401 (only with --plot)
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise UserInputError(
             "plot must be left out where matplotlib is not installed (pip install matplotlib)"
         ) from None
+    if path.suffix.removeprefix(".").lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise UserInputError(f"plot must end in a format of matplotlib, such as .png; got {path}")
     if not path.parent.is_dir():
         raise UserInputError(f"plot must be a file in an existing folder; got {path}")
 

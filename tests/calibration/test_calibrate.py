@@ -15,7 +15,8 @@ import pytest
 from _ranks import run_module, run_ranks
 from matplotlib.figure import Figure
 
-from pipesgd.calibrate import calibrate
+from pipesgd.calibrate import calibrate, check_files
+from pipesgd.calibration import report
 from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.calibration.machines import Machine, ranks_per_core
 from pipesgd.calibration.options import CalibrateConfig
@@ -199,6 +200,31 @@ def test_an_existing_file_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) ->
 def test_bad_options_are_refused_in_one_line(words: str, message: str) -> None:
     with pytest.raises(UserInputError, match=f"^{message}"):
         parse_as(CalibrateConfig, "calibrate", words.split())
+
+
+@pytest.mark.parametrize("name", ["residuals.foo", "residuals"])
+def test_a_picture_of_no_known_format_is_refused_before_anything_is_measured(tmp_path: Path, name: str) -> None:
+    words = ["--out", str(tmp_path / "cluster.toml"), "--plot", str(tmp_path / name)]
+    with pytest.raises(UserInputError, match=r"^plot must end in a format of matplotlib, such as \.png; got "):
+        check_files(parse_as(CalibrateConfig, "calibrate", words), rank=0)
+    check_files(parse_as(CalibrateConfig, "calibrate", [*words[:3], str(tmp_path / "residuals.SVG")]), rank=0)
+
+
+def _calibrate_where_no_picture_can_be_written(ranks: Ranks, words: list[str]) -> tuple[str, str]:
+    def fail(*_: object) -> None:
+        raise UserInputError("plot must be a file to write")
+
+    report.save_plot = fail  # in a process of its own, which ends with this
+    return _calibrate(ranks, words)
+
+
+def test_a_picture_that_cannot_be_written_costs_nothing_but_itself(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.toml"
+    words = f"{SHORT} --out {out} --plot {tmp_path / 'residuals.png'}".split()
+    (error, text), _ = run_ranks(2, _calibrate_where_no_picture_can_be_written, words, process_group=False)
+    assert error == "UserInputError: rank 0: plot must be a file to write"
+    assert f"wrote {out}\n" in text
+    assert Profile.load(out).calibrated.world_sizes == (2,)
 
 
 def test_help_names_every_option_and_those_of_training_are_called_as_there() -> None:
