@@ -31,7 +31,8 @@ from timing_model.params import Noise
 LEAST_GROUPS = 4
 """Fewest groups of iterations in a jackknife; fewer laps are cut in halves."""
 SLOW_RANK, STRETCHES = 1.1, 4
-"""Multiple of the median rank's time, and number of stretches: a rank above it in every stretch is always slow."""
+"""Multiple of the median rank's time (the faster one of two), and number of stretches: a rank above it in every stretch
+is always slow."""
 INTERRUPTED = 3.0
 """Multiple of the median: a longer iteration was interrupted by something else on its core, and is left out, but never
 more than half of a lap."""
@@ -298,5 +299,5 @@ def _slow_ranks(times: Floats) -> dict[int, float]:
     """Return the factors of the ranks that are slow in every stretch of their iterations (ranks, iterations)."""
     stretches = np.array_split(times, min(STRETCHES, times.shape[1]), axis=1)
     medians = np.array([np.median(one, axis=1) for one in stretches]).T
-    factors = medians / np.median(medians, axis=0)
+    factors = medians / np.quantile(medians, 0.5, axis=0, method="lower")  # a mean of two would be partly slow
     return {rank: float(np.median(own)) for rank, own in enumerate(factors) if np.all(own > SLOW_RANK)}

@@ -140,6 +140,13 @@ def test_a_rank_that_is_always_slow_is_found_by_its_factor() -> None:
     assert of([1.0]).slow_ranks == {}
 
 
+@pytest.mark.parametrize("scales", [[1.0, 1.2], [1.0, 1.5], [1.0, 1.0, 1.5, 1.5]])
+def test_where_half_of_the_ranks_are_slow_the_others_are_the_measure(scales: list[float]) -> None:
+    found = of(scales, cv=0.02)
+    assert found.slow_ranks == {rank: pytest.approx(scale, rel=0.03) for rank, scale in enumerate(scales) if scale > 1}
+    assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS, rel=0.03)
+
+
 def test_ranks_that_share_cores_are_compared_by_what_they_compute() -> None:
     ranks = [laps(scale, seed=seed, cv=0.02) for seed, scale in enumerate((1.0, 1.6, 1.0))]
     assert summary(ranks, ranks_per_core=2.0).slow_ranks == {}
