@@ -80,7 +80,7 @@ def training_arguments(job: Job) -> str:
     """Return the options of ``pipesgd.train`` that run a configuration; with islands, the arguments of a loop."""
     if job.members > 1:
         return _loop_arguments(job)
-    accumulation = f" --accumulation {job.accumulation}" if job.accumulation > 1 else ""
+    accumulation = f" --accumulation {job.micro_batches}" if job.micro_batches > 1 else ""
     limit = "" if job.rate_limit is None else f" --rate-limit {8e-6 * job.rate_limit:g}mbit"
     return _strategy_arguments(job) + accumulation + limit
 
@@ -91,7 +91,7 @@ def _loop_arguments(job: Job) -> str:
     words = f'width={job.width}, codec="{job.codec}", all_reduce="{job.all_reduce}"'
     words += "" if job.segment_bytes == SEGMENT_BYTES else f", segment_bytes={job.segment_bytes}"
     words += "" if job.cut == WHOLE else f', buckets="{job.buckets}"'
-    batches = f" and {job.accumulation} micro-batches" if job.accumulation > 1 else ""
+    batches = f" and {job.micro_batches} micro-batches" if job.micro_batches > 1 else ""
     return f"Pipelined(..., {words}, mesh=mesh) with a mesh of ({job.mesh.islands}, {job.members}){batches}"
 
 

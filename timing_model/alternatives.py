@@ -228,7 +228,7 @@ def _accumulation(found: Plan, space: Space) -> str | None:
     times = f"Communication takes {ratio:,.0f} times" if ratio >= MANY else f"Communication takes {ratio:.1f} times"
     factor = hiding(choice, width)
     if factor is None:
-        most = most_accumulation(choice.job) * choice.job.accumulation
+        most = most_accumulation(choice.job) * choice.job.micro_batches
         return (
             f"{times} as long as computation, which --accumulation {most} would not hide: this network is too slow for "
             "this model with this batch."
@@ -295,6 +295,8 @@ def _local_steps(found: Plan, space: Space) -> str | None:
     choice = _exposed_pipeline(found, space)
     if choice is None or choice.job.members > 1 or choice.job.memory is not None:
         return None  # islands have no local steps, whose memory is not known
+    if choice.job.compute.accumulation > 1:
+        return None  # local steps refuse it, and the time of one of its micro-batches was not measured
     coarser = _coarser(choice, space)
     if coarser is not None and not _waits(iteration_time(coarser, costs_of(coarser))[0]):
         return None

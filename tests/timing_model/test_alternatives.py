@@ -12,6 +12,7 @@ import pytest
 from tests.timing_model._profiles import MLP, PROFILE, ask
 from tests.timing_model.test_predict import by_hand, compute
 from timing_model import LinkParams
+from timing_model.advice import training_arguments
 from timing_model.alternatives import (
     FURTHEST,
     MOST_ACCUMULATION,
@@ -102,6 +103,24 @@ def test_micro_batches_that_are_named_are_those_that_were_tried_and_a_job_may_ha
     assert says in said
     named = int(re.findall("--accumulation ([0-9]+)", said)[0])
     assert job_of(1.0, accumulation=named, samples=enough).accumulation <= 1 << 16
+
+
+def test_a_file_of_several_micro_batches_is_planned_with_options_that_have_them() -> None:
+    """An iteration of the file computes four micro-batches in 1 s; local steps have none."""
+
+    def said(ratio: float, **options: Any) -> tuple[str, list[str]]:
+        job = job_of(ratio, **options)
+        four = dataclasses.replace(job, compute=dataclasses.replace(job.compute, batch_size=40, accumulation=4))
+        found = plan(four, SPACE)
+        return training_arguments(found.best.job), alternatives(found, SPACE)
+
+    options, [accumulation, *_] = said(2.5)
+    assert options.endswith(" --accumulation 4")
+    assert " --accumulation 12 would hide it" in accumulation
+    assert accumulation.endswith("a batch 3 times as large, so an epoch has 3 times fewer updates.")
+    assert said(2.5, accumulation=2)[0].endswith(" --accumulation 8")
+    assert ", which --accumulation 256 would not hide" in said(1000.0)[1][0]
+    assert not any("--local-steps" in one for one in said(20.5)[1])
 
 
 def test_hidden_communication_needs_no_accumulation() -> None:
