@@ -234,8 +234,8 @@ def _accumulation(found: Plan, space: Space) -> str | None:
             "this model with this batch."
         )
     per_epoch = choice.job.iterations_per_epoch
-    if per_epoch is not None and per_epoch < factor:
-        return None  # the data set has fewer samples than that
+    if factor == 1 or (per_epoch is not None and per_epoch < factor):
+        return None  # that width hides it as it is, or the data set has fewer samples than that
     job = dataclasses.replace(choice.job, width=width, accumulation=factor * choice.job.accumulation)
     if not fits(job):
         return None
@@ -261,7 +261,8 @@ def _exposed_pipeline(found: Plan, space: Space) -> Choice | None:
     if choice is None or max(space.widths) == 1 or not _waits(found.best.iteration):
         return None
     job = dataclasses.replace(choice.job, width=max(2, choice.job.width))
-    return dataclasses.replace(choice, job=job) if fits(job) else None
+    waits = fits(job) and _waits(iteration_time(job, costs_of(job))[0])
+    return dataclasses.replace(choice, job=job) if waits else None
 
 
 def _coarser(choice: Choice, space: Space) -> Job | None:

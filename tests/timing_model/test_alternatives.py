@@ -105,6 +105,15 @@ def test_micro_batches_that_are_named_are_those_that_were_tried_and_a_job_may_ha
     assert job_of(1.0, accumulation=named, samples=enough).accumulation <= 1 << 16
 
 
+def test_a_width_that_hides_and_costs_too_much_accuracy_needs_no_other_price() -> None:
+    found = plan(job_of(0.8), SPACE, accuracy_cost={"width": 1.0})
+    assert found.best.job.width == 1
+    assert [one for one in alternatives(found, SPACE) if "--width" in one] == []
+    found = plan(job_of(1.6), SPACE, accuracy_cost={"width": 2.0})
+    assert found.best.job.width == 1
+    assert any("--accumulation 2 " in one for one in alternatives(found, SPACE))
+
+
 def test_a_file_of_several_micro_batches_is_planned_with_options_that_have_them() -> None:
     """An iteration of the file computes four micro-batches in 1 s; local steps have none."""
 
