@@ -99,8 +99,10 @@ def hiding_steps(choice: Choice) -> int | None:
 
 
 def _before_windows(job: Job) -> Job:
-    """Return the job as a pipeline that can have windows: of width 2, without accumulation and buckets."""
-    return dataclasses.replace(job, width=2, accumulation=1, buckets="1")
+    """Return the job, with as many micro-batches, as a pipeline that can have windows: of width 2, without accumulation
+    and buckets."""
+    iterations = None if job.iterations is None else job.accumulation * job.iterations
+    return dataclasses.replace(job, width=2, accumulation=1, buckets="1", iterations=iterations)
 
 
 def local_steps_cost(between: int, fragments: int) -> float | None:

@@ -293,6 +293,14 @@ def test_they_are_called_senseless_where_they_are() -> None:
     assert said.endswith(" the communication, but in this job the ranks would exchange a weight only 19 times.")
 
 
+@pytest.mark.parametrize(("iterations", "senseless"), [(390, False), (389, True)])
+def test_a_job_in_windows_has_as_many_micro_batches(iterations: int, senseless: bool) -> None:
+    """There are 1560, or 1556, of them, and 20 or 19 windows of 82."""
+    [said] = said_of_local_steps(81.5, accumulation=4, iterations=iterations)
+    assert "--local-steps 82 " in said
+    assert said.startswith("Local steps are senseless here: ") == ("only 19 times" in said) == senseless
+
+
 def test_a_coarser_codec_is_mentioned_with_its_price() -> None:
     found = plan(job_of(2.5), SPACE)
     [said] = [one for one in alternatives(found, SPACE) if "coarser" in one]
