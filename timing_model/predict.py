@@ -229,11 +229,14 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
 
 
 def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: CollectiveTime) -> float:
-    if job.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
+    if job.width == job.local_steps == job.accumulation == 1:  # each iteration waits for its own slowest rank
         return iteration.total
+    noise = dataclasses.replace(job.noise, cv=job.compute.cv)  # what lasts, a window or an iteration does not average
+    if job.width == job.local_steps == 1:  # ddp and servers, too
+        return max(iteration.total, iteration_time(job, dataclasses.replace(costs, noise=noise))[0].total)
     times = times_of(job, costs).with_workers(job.loader_workers)
     t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total, collective.paced)
-    window = lasting_period(t_compute, t_comm, job.width, job.workers, job.noise)
+    window = lasting_period(t_compute, t_comm, job.width, job.workers, noise)
     return max(iteration.total, window / job.local_steps)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from experiments.results import REPOSITORY
 from tests.timing_model._profiles import CORRECTIONS, LINK, MLP, PROFILE, about, ask, ran
-from timing_model import LinkParams, ring_all_reduce_time
+from timing_model import LinkParams, Noise, expected_maximum, ring_all_reduce_time
 from timing_model.advice import training_arguments
 from timing_model.cluster_profile import Profile
 from timing_model.costs import correction_of
@@ -295,6 +295,28 @@ def test_lasting_jitter_costs_more_in_a_pipeline_alone(width: int, lasts: bool) 
     work = compute(ring_all_reduce_time(link, 4e8, 4), 100_000_000, cv=0.3)
     answer = predict(Job(cluster=by_hand(link), compute=work, world_size=4, width=width, segment_bytes=WHOLE))
     assert (answer.lasting > 1.03 * answer.iteration.total) == lasts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"local_steps": 16},
+        {"accumulation": 16},
+        {"accumulation": 16, "buckets": "4"},
+        {"accumulation": 16, "strategy": "ddp", "all_reduce": "native"},
+        {"accumulation": 16, "strategy": "ps-sync", "all_reduce": None},
+        {"local_steps": 16, "width": 2},
+        {"accumulation": 16, "width": 2},
+    ],
+)
+def test_jitter_that_lasts_averages_out_neither_in_a_window_nor_over_micro_batches(options: dict[str, Any]) -> None:
+    """The network takes no time, so the slowest of four ranks is all that ranks wait for."""
+    work = compute(1.0, 1000, tensors=(250,) * 4, cv=0.3)
+    free = by_hand(LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0))
+    answer = predict(Job(cluster=free, compute=work, world_size=4, **options))
+    slowest = answer.job.accumulation * expected_maximum(Noise(cv=0.3), 4)
+    assert answer.lasting == pytest.approx(slowest)
+    assert answer.iteration.total < 0.9 * slowest
 
 
 def test_jitter_that_persists_costs_more_and_its_uncertainty_is_in_the_interval() -> None:
