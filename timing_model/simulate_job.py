@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 ITERATIONS = 1000
 MEDIAN_ITERATIONS = 5000
 """Iterations for a median that varies by less than a percent with the seed."""
-MOST_DRAWS = 10**10
-"""Largest product of ranks and iterations, which takes minutes."""
+MOST_DRAWS, OTHER_DRAWS = 10**10, 300
+"""Most times that are drawn, which takes minutes; and times drawn in as long as the rest of an iteration takes, which
+counts where ranks are few."""
 DRAWN_RANKS, DRAWN_ITERATIONS = 6, 6
 """Ranks and iterations in the picture."""
 
@@ -88,8 +89,8 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
     refuse_outside(support_of(calm), extrapolate)  # the simulation needs none of the formulas that cv limits
     answer = predict(job, extrapolate=True)
     iterations = job.job_iterations or ITERATIONS
-    if iterations * job.world_size > MOST_DRAWS:
-        most = MOST_DRAWS // job.world_size
+    most = MOST_DRAWS // (job.world_size + OTHER_DRAWS)
+    if iterations > most:
         raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
     times, t_batch = loaded(times_of(job, costs_of(job)), job.loader_workers, job.cores_used)
     collective = answer.collective

@@ -346,7 +346,7 @@ BAD = {
     f"plan {HAND} --top 0": "top must be a whole number of at least 1; got '0'",
     "plan --cluster {cluster} --world-size 64 --model mlp": "extrapolate must be asked for, or more be searched,",
     f"simulate {HAND} --strategy ddp": "strategy must be pipelined or ps-sync to be simulated; got ddp",
-    f"simulate {HAND} --iterations 9999999999": "iterations must be at most 2500000000 to be simulated; got 9999999999",
+    f"simulate {HAND} --iterations 9999999999": "iterations must be at most 32894736 to be simulated; got 9999999999",
     f"simulate {HAND} --seed -1": "seed must be a whole number of at least 0; got '-1'",
 }
 
