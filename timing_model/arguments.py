@@ -10,6 +10,8 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from timing_model.units import MOST
+
 FORMER_NAMES = {"--cards": "--nics"}
 FORMER_VALUES = {("--server-placement", "beside"): "colocated", ("--server-placement", "own"): "dedicated"}
 """Names and values of options in the previous version, which this one still accepts, and what they are called now."""
@@ -68,6 +70,8 @@ def whole(least: int = 1) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and int(text) >= least):
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
+        if int(text) > MOST:
+            raise argparse.ArgumentTypeError(f"must be at most {MOST:g}; got a number of {len(text)} digits")
         return int(text)
 
     return number

@@ -27,7 +27,7 @@ NBYTES = {
 PER_SECOND = {f"/{unit}": 1 / SECONDS[unit] for unit in ("s", "min", "h")} | {"/d": 1 / 86400}
 MOST = 1e18
 """Largest quantity, in its base unit: a larger one is a mistake and could overflow."""
-_NUMBER = re.compile(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)\s*(\D*?)\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]{1,9})?)\s*(\D*?)\s*", re.IGNORECASE)
 _MISSPELT = {
     **{f"{prefix}bit": f"{prefix}bit/s" for prefix in "MGT"},
     "µs": "us",

@@ -318,6 +318,8 @@ BAD = {
     f"predict {HAND} --rate-limit 0.5mbit": "rate-limit must be at least 1mbit; got 500 kbit/s",
     f"predict {HAND} --rate-limit 1e-15mbit": "rate-limit must be at least 1mbit; got 0.00 bit/s",
     f"predict {HAND} --rate-limit 50mbit --strategy ddp": "rate-limit must be left out with native, whose messages",
+    f"predict {HAND} --width 1{'0' * 400}": "width must be at most 1e+18; got a number of 401 digits",
+    f"predict {HAND} --iterations 1{'0' * 18}1": "iterations must be at most 1e+18; got a number of 20 digits",
     f"predict {HAND} --epochs 3": "epochs must be left out where the samples or the batch size are not",
     f"predict {HAND} --model resnet50": "parameters must be left out with --model resnet50; got 6.11e+07",
     f"predict {HAND} --network 10GbE --cluster x": "network must be left out with --cluster, which says it; got 10GbE",

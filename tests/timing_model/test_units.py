@@ -75,6 +75,7 @@ def test_bandwidths_that_are_refused(text: str, message: str) -> None:
         ("50µs", r"did you mean 50us\?"),
         ("5 sec", r"did you mean 5s\?"),
         ("5MS", r"did you mean 5ms\?"),
+        ("1e-9999999999999999999s", "latency must be a number with a unit such as 50us; got "),
     ],
 )
 def test_times_that_are_refused(text: str, message: str) -> None:
