@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +33,7 @@ from pipesgd.comm.own_all_reduce import agreed_schedule, all_reduce_name
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import TorchTransport
-from pipesgd.errors import DeadlineExceeded, UserInputError
+from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.flat_buffer import are_finite, take_mean
 from pipesgd.functions import OWN, kind
 from pipesgd.membership.heartbeat import Standing
@@ -140,15 +140,25 @@ class PipesgdGroup(dist.ProcessGroup):
         world_size: number of ranks in the group.
         timeout: time that a rank waits for another one, in any one message of a large sum or operation of gloo.
         options: the options, or None for those in the environment.
+        numbers: numbers of the group's ranks in the default group, by which messages name them; empty if it is that.
 
     Raises:
         UserInputError: an option is not allowed on some rank, or differs between ranks.
         CommunicationError: not every rank could be reached.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, options: Any = None):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        options: Any = None,
+        numbers: Sequence[int] = (),
+    ):
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # torch's stubs know its other constructor alone
-        ranks = _ranks(dist.PrefixStore("options/", store), rank, world_size, timeout)
+        ranks_over = partial(_ranks, rank, world_size, timeout, numbers)
+        ranks = ranks_over(dist.PrefixStore("options/", store))
         self._options = ranks.raise_together("options of the backend", partial(_checked, options))
         check_same_settings(ranks, plain(self._options), {})
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, world_size, timeout)
@@ -158,7 +168,7 @@ class PipesgdGroup(dist.ProcessGroup):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             for device in DEVICES:
                 group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._new_sums = partial(_LargeSums, store, rank, world_size, timeout, self._options)
+        self._new_sums = partial(_LargeSums, store, ranks_over, self._options)
         self._sums: dict[str, _LargeSums] = {}
         self._lock = threading.Lock()  # a backward pass may call from a thread of its own
 
@@ -216,11 +226,10 @@ class _LargeSums:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, options: BackendOptions, device: str
+        self, store: dist.Store, ranks_over: Callable[[dist.Store], Ranks], options: BackendOptions, device: str
     ):
         self._store = dist.PrefixStore(f"sums on {device}/", store)
-        self._rank, self._world_size = rank, world_size
-        self._timeout = timeout
+        self._ranks = ranks_over(self._store)
         self._options = options
         self._device = device
         self._groups: list[dist.ProcessGroup] = []
@@ -230,7 +239,8 @@ class _LargeSums:
 
     def begin(self, tensor: Tensor, *, mean: bool) -> dist.Work:
         """Begin to replace ``tensor`` by its sum over the ranks, or by the mean."""
-        return _LargeSum(self._thread.submit(partial(self._sum, tensor.data, mean)), tensor, self._rank)
+        done = self._thread.submit(partial(self._sum, tensor.data, mean))
+        return _LargeSum(done, tensor, self._ranks.number(self._ranks.rank))
 
     def close(self) -> None:
         """End the thread, and the connections once nobody needs them any more."""
@@ -240,6 +250,13 @@ class _LargeSums:
         if not self._groups:
             self._connect()
             self._say(tensor)
+        try:
+            self._sum_connected(tensor, mean)
+        except CommunicationError as failure:
+            failure.name_ranks(self._ranks.number)
+            raise
+
+    def _sum_connected(self, tensor: Tensor, mean: bool) -> None:
         exact = self._options.codec_options.codec == "fp32"
         flat = tensor.reshape(-1) if exact else tensor.reshape(-1).float()
         values = flat.contiguous()  # the tensor's own memory, if it can be
@@ -247,7 +264,7 @@ class _LargeSums:
         key = mixed(self._number, DTYPES.index(tensor.dtype), values.numel(), mean)
         self._transport.tag = key >> 1  # gloo's tags have 31 bits
         residual = self._residuals.of(tensor) if self._options.codec_options.gives_back else None
-        finish = partial(take_mean, world_size=self._world_size) if mean else no_op
+        finish = partial(take_mean, world_size=self._ranks.world_size) if mean else no_op
         self._all_reduce(values, residual, key, finish)
         if residual is not None and not are_finite([values]):  # a GradScaler leaves out such a gradient
             residual.zero_()
@@ -255,13 +272,13 @@ class _LargeSums:
             tensor.copy_(values.view_as(tensor))
 
     def _connect(self) -> None:
-        options, seconds = self._options, self._timeout.total_seconds()
+        options, ranks = self._options, self._ranks
+        seconds = ranks.timeout
         try:
-            group = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, self._timeout)
+            group = dist.ProcessGroupGloo(self._store, ranks.rank, ranks.world_size, timedelta(seconds=seconds))
         except RuntimeError as failure:
-            raise lost(failure, self._rank, None, "connection to all ranks", seconds) from failure
+            raise lost(failure, ranks.number(ranks.rank), None, "connection to all ranks", seconds) from failure
         self._groups.append(group)  # type: ignore[arg-type]  # it has all that a transport needs
-        ranks = _ranks(self._store, self._rank, self._world_size, self._timeout)
         codec = compiled_codec(options.codec_options, ranks, self._device)
         self._transport = TorchTransport(self._groups, seconds)
         self._all_reduce = ScheduledAllReduce(
@@ -272,12 +289,12 @@ class _LargeSums:
         )
 
     def _say(self, tensor: Tensor) -> None:
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             options = self._options
             say(
                 f"{NAME}: summing {tensor.nbytes:,} bytes of {str(tensor.dtype).removeprefix('torch.')} with codec "
                 f"{options.codec_options.describe()} by {options.all_reduce_name}, and so all such sums of at least "
-                f"{options.least_bytes:,} bytes on {self._world_size} ranks"
+                f"{options.least_bytes:,} bytes on {self._ranks.world_size} ranks"
             )
 
 
@@ -353,8 +370,9 @@ def _is(operation: Any, kind: Any) -> bool:
     return bool(operation == kind)
 
 
-def _ranks(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Ranks:
-    return Ranks(rank=rank, world_size=world_size, store=store, standing=Standing(timeout.total_seconds()))
+def _ranks(rank: int, world_size: int, timeout: timedelta, numbers: Sequence[int], store: dist.Store) -> Ranks:
+    standing = Standing(timeout.total_seconds())
+    return Ranks(rank=rank, world_size=world_size, store=store, standing=standing, numbers=tuple(numbers))
 
 
 def _checked(options: Any) -> BackendOptions:
@@ -375,7 +393,8 @@ def _whole_number(variable: str, text: str) -> int:
 
 def _make(of_torch: Any, pg_options: Any) -> PipesgdGroup:
     """Return the group that ``init_process_group`` or ``new_group`` asks for, with torch's description of it."""
-    return PipesgdGroup(of_torch.store, of_torch.group_rank, of_torch.group_size, of_torch.timeout, pg_options)
+    own = of_torch.store, of_torch.group_rank, of_torch.group_size, of_torch.timeout
+    return PipesgdGroup(*own, pg_options, of_torch.global_ranks_in_group)
 
 
 dist.Backend.register_backend(NAME, _make, extended_api=True, devices=list(DEVICES))

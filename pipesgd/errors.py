@@ -67,6 +67,9 @@ class DisagreementError(UserInputError):
 class RunError(PipesgdError, RuntimeError):
     """A run that had started could not continue."""
 
+    _named = False
+    """True once its ranks are named by their numbers in the job."""
+
 
 class CommunicationError(RunError, ConnectionError):
     """Rank ``rank`` could not finish ``operation`` with ``peer`` in iteration ``iteration``.
@@ -83,9 +86,14 @@ class CommunicationError(RunError, ConnectionError):
         super().__init__(rank, peer, operation, reason, iteration)
 
     def name_ranks(self, number: Callable[[int], int]) -> None:
-        """Name the ranks by ``number`` of each from now on: those of a process group by their numbers in the job."""
-        self.rank = number(self.rank)
-        self.peer = None if self.peer is None else number(self.peer)
+        """Name the ranks by ``number`` of each from now on: those of a process group by their numbers in the job.
+
+        Further calls change nothing: where sums of one group are a part of another's, the inner group names its ranks.
+        """
+        if not self._named:
+            self._named = True
+            self.rank = number(self.rank)
+            self.peer = None if self.peer is None else number(self.peer)
 
     def __str__(self) -> str:
         where = f"rank {self.rank}: {self.operation}"
@@ -145,8 +153,10 @@ class OutOfStepError(RunError):
         super().__init__(rank, call, iteration, peer, peer_call, peer_iteration)
 
     def name_ranks(self, number: Callable[[int], int]) -> None:
-        """Name the ranks by ``number`` of each from now on: those of a process group by their numbers in the job."""
-        self.rank, self.peer = number(self.rank), number(self.peer)
+        """Name the ranks by ``number`` of each from now on, as ``CommunicationError.name_ranks`` does."""
+        if not self._named:
+            self._named = True
+            self.rank, self.peer = number(self.rank), number(self.peer)
 
     def __str__(self) -> str:
         return (

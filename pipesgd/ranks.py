@@ -148,6 +148,9 @@ class Ranks:
 
         Returns:
             A function that ends the watch.
+
+        Raises:
+            CommunicationError: the store is gone, or hangs.
         """
         job = self._job
         if job.world_size == 1:
@@ -158,7 +161,10 @@ class Ranks:
         if job._watcher is None:
             if job.standing.has_left:  # when an earlier watcher was closed
                 job.enter("start")
-            store = job._calls.clone(lambda: job.standing.longest_silence)
+            try:
+                store = job._calls.clone(lambda: job.standing.longest_silence)
+            except dist.DistError as failure:
+                raise lost(failure, job.number(job.rank), None, "connection to the store", self.timeout) from failure
             job._watcher = Watcher(
                 store,
                 job.rank,
@@ -514,8 +520,8 @@ def current(timeout: float | None, process_group: dist.ProcessGroup | None = Non
     standing = Standing(_timeout_of(group), silence=DEFAULT_TIMEOUT) if timeout is None else Standing(timeout)
     # torch offers no public access to the store of a group that somebody else has started.
     store = dist.PrefixStore("pipesgd", dist.distributed_c10d._get_process_group_store(group))
-    rank, numbers = dist.get_rank(group), dist.get_process_group_ranks(group)
-    session = open_session(store, rank, len(numbers), standing.timeout, numbers.__getitem__)
+    numbers = dist.get_process_group_ranks(group)
+    rank, session = _session(store, numbers, standing.timeout)
     started = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
     # Else torchrun's variables are not those of the default group.
     by_torchrun = started == [str(dist.get_rank()), str(dist.get_world_size())]
@@ -558,8 +564,7 @@ def among(numbers: Sequence[int], standing: Standing) -> Ranks:
     """
     store = dist.distributed_c10d._get_process_group_store(dist.distributed_c10d._get_default_group())
     store = dist.PrefixStore(f"pipesgd among {','.join(map(str, numbers))}", store)
-    rank = list(numbers).index(dist.get_rank())
-    session = open_session(store, rank, len(numbers), standing.timeout, numbers.__getitem__)
+    rank, session = _session(store, numbers, standing.timeout)
     return Ranks(
         rank=rank,
         world_size=len(numbers),
@@ -568,6 +573,16 @@ def among(numbers: Sequence[int], standing: Standing) -> Ranks:
         standing=standing,
         numbers=tuple(numbers),
     )
+
+
+def _session(store: dist.Store, numbers: Sequence[int], timeout: float) -> tuple[int, dist.Store]:
+    """Return this rank's place among the ranks with these ``numbers``, and their new part of ``store``. Collective."""
+    own = dist.get_rank()
+    rank = list(numbers).index(own)
+    try:
+        return rank, open_session(store, rank, len(numbers), timeout, numbers.__getitem__)
+    except dist.DistError as failure:
+        raise lost(failure, own, None, "connection to the other ranks", timeout) from failure
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:

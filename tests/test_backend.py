@@ -565,6 +565,32 @@ def test_a_rank_that_does_not_sum_the_same_is_an_error_within_the_timeout(how: s
         assert "segment 0 at step 0" in of_future
 
 
+def _lost_in_a_group(ranks: Ranks) -> list[str]:
+    """Return what ranks hear in a group that counts rank 1 first: of other options, and of rank 0, which leaves."""
+    join(ranks)
+
+    def group(**options: Any) -> Any:
+        return dist.new_group([1, 0], pg_options=BackendOptions(**options), sort_ranks=False)
+
+    heard = [error_of(group, segment_bytes=1 + ranks.rank)]
+    own = group(least_bytes=SMALL)
+    dist.all_reduce(values(ranks.rank), group=own)
+    if ranks.rank == 1:
+        heard.append(error_of(dist.all_reduce, values(1), group=own))
+    dist.destroy_process_group()
+    return heard
+
+
+@pytest.mark.slow
+def test_messages_name_ranks_of_a_group_by_their_numbers_in_the_job() -> None:
+    """They used to be counted within the group: rank 1 was told that it was rank 0, and had lost rank 1."""
+    (first,), (second, lost) = run_ranks(2, _lost_in_a_group, timeout=5.0, process_group=False)
+    assert first == second
+    assert first == "DisagreementError: segment_bytes must be the same on all ranks; got 2 on rank 1, 1 on rank 0"
+    assert "Error: rank 1: " in lost
+    assert " with rank 0 failed: " in lost
+
+
 def _impatient(ranks: Ranks) -> str:
     join(ranks, BackendOptions(least_bytes=SMALL))
     message = ""

@@ -35,6 +35,7 @@ from pipesgd import (
     NonFiniteGradientError,
     Pipelined,
     ReplicasDivergedError,
+    RunError,
     UserInputError,
 )
 from pipesgd.codecs.options import CODECS, DENSE_CODECS
@@ -1168,6 +1169,27 @@ def test_a_compressed_program_stays_close_to_ddp(codec: str, tolerance: float, d
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0.0)
         assert codec == "fp32" or not same(expected, found)
+
+
+def _one_closes_early(ranks: Ranks) -> str:
+    """Let rank 1 begin a backward pass more than rank 0; return what each of them gets to hear."""
+    ddp_model = DistributedDataParallel(nn.Linear(20, 10), bucket_cap_mb=25)
+    said = "nothing was raised"
+    try:
+        with compress(ddp_model, "int8", timeout=3.0):
+            for _ in range(2 + ranks.rank):
+                ddp_model(torch.ones(5, 20)).sum().backward()
+    except RunError as error:
+        said = f"{type(error).__name__}: {error}"
+    ranks.all_gather_object("the others", None)  # so that no rank fails because another one is gone
+    return said
+
+
+def test_ranks_with_other_numbers_of_backward_passes_are_told_at_once() -> None:
+    """They used to wait for each other until the deadline, which is half an hour by default."""
+    first, second = run_ranks(2, _one_closes_early)
+    assert first.startswith("OutOfStepError: rank 0 is at close in iteration 2, but rank 1 is at step in iteration 2: ")
+    assert second.startswith("OutOfStepError: rank 1 is at step in iteration 2, but rank 0 is at close in iteration 2")
 
 
 def _residuals(ranks: Ranks) -> tuple[float, float]:

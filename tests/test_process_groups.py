@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipesgd import LocalSteps, Pipelined, UserInputError
 from pipesgd.comm.connections import Connections
 from pipesgd.ddp import attach, compress
-from pipesgd.ranks import Ranks, current
+from pipesgd.ranks import Ranks, among, current
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow
@@ -177,6 +178,26 @@ def test_messages_name_ranks_by_their_numbers_in_the_job() -> None:
     absent = "rank 3: exchange of a value with rank 1 failed: no message within 0.5 s from rank 1"
     assert (first[3], second[3]) == (f"DeadlineExceeded: {absent}", "no error")
     assert first[4] == "DeadlineExceeded: rank 3: start with rank 1 failed: no message within 0.5 s from rank 1"
+
+
+def _sum_within_a_sum(ranks: Ranks) -> str:
+    """Sum over rank pairs 0, 1 and 2, 3 within a sum over 0, 2 and 1, 3, as islands do. Rank 3 takes no part."""
+    own = ranks.rank
+    between, inside = (
+        Connections("ring", among(numbers, ranks.standing), timeout=ranks.timeout)
+        for numbers in ([own % 2, own % 2 + 2], [own // 2 * 2, own // 2 * 2 + 1])
+    )
+    sum_inside = functools.partial(inside.all_reduce(), torch.ones(1))
+    if own == 3:
+        return ""
+    return error_of(between.run, "step", 0, functools.partial(inside.run, "step", 0, sum_inside))
+
+
+def test_a_sum_within_the_sum_of_other_ranks_names_its_ranks_itself() -> None:
+    """The outer one used to name them, too: it took the numbers 2 and 3 for places among its own two ranks."""
+    error = run_ranks(4, _sum_within_a_sum)[2]
+    assert error.startswith("CommunicationError: rank 2: ")
+    assert "of the header with rank 3 in iteration 0 failed: " in error
 
 
 def _refused(ranks: Ranks) -> list[str]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from _ranks import run_ranks
+import torch.distributed as dist
+from _ranks import error_of, run_ranks
 
 from pipesgd.comm.own_all_reduce import ranks_per_node
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.membership import address
 from pipesgd.membership.address import Address, own_address, unreachable
-from pipesgd.ranks import Ranks, current, join
+from pipesgd.ranks import Ranks, Standing, among, current, join
 
 pytestmark = pytest.mark.slow
+
+DEADLINE = 20.0
 
 
 def _gather(ranks: Ranks) -> tuple[list[Any], int]:
@@ -106,6 +111,35 @@ def _two_of_four_report(ranks: Ranks) -> list[int]:
 def test_who_does_not_report_is_named() -> None:
     reports = run_ranks(4, _two_of_four_report, process_group=False)
     assert reports[0] == reports[3] == [1, 2]
+
+
+def _store_is_gone(ranks: Ranks) -> list[str]:
+    """Let rank 0, which holds the store of a group of the user's own, end; return what rank 1 hears."""
+    within = timedelta(seconds=2)
+    holder = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks.rank == 0 else None
+    port = ranks.all_gather_object("port", 0 if holder is None else holder.port)[0]
+    store = holder or dist.TCPStore("127.0.0.1", port, timeout=within)
+    dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size)
+    joined = current(DEADLINE)
+    if ranks.rank == 0:
+        return []
+    with contextlib.suppress(dist.DistError):
+        while True:
+            store.check(["rank 0 is there"])
+    return [
+        error_of(current, DEADLINE),
+        error_of(among, [1, 0], Standing(DEADLINE)),
+        error_of(joined.watch, print),
+    ]
+
+
+def test_a_store_that_is_gone_is_an_error_that_names_the_rank() -> None:
+    """torch's own error used to be raised, which names no rank and is none of pipesgd's."""
+    *joins, watch = run_ranks(2, _store_is_gone, process_group=False)[1]
+    assert [one.partition(" failed: ")[0] for one in joins] == [
+        "CommunicationError: rank 1: connection to the other ranks"
+    ] * 2
+    assert watch.startswith("DeadlineExceeded: rank 1: connection to the store failed: "), "torch tries for two seconds"
 
 
 def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -133,6 +134,7 @@ class CommunicationThread:
             try:
                 result = job()
             except BaseException as failure:  # noqa: BLE001 (whoever waits for the future gets it)
+                traceback.clear_frames(failure.__traceback__)  # their messages would keep the connections open
                 self.fail(failure)
                 continue
             with self._lock:

@@ -181,8 +181,9 @@ class CompressedBuckets:
         """End the communication, when all ranks have called it. The model may then be attached, or compressed again."""
         try:
             if not self._thread.failed:
+                meet = functools.partial(self._connections.run, "close", self.iteration, self._connections.wait_for_all)
                 with contextlib.suppress(UserInputError):  # closed before
-                    self._thread.submit(self._connections.wait_for_all).result()
+                    self._thread.submit(meet).result()
         finally:
             self._end()
 
