@@ -247,6 +247,14 @@ def make_fabric_strategy(module: str) -> type[Any]:
         def setup_optimizer(self, optimizer: Any) -> Any:
             raise UserInputError("an optimizer must be set up with its model with strategy pipesgd: fabric.setup")
 
+        def backward(self, *args: Any, **options: Any) -> None:
+            if self.pipeline is None:  # DistributedDataParallel alone would train the model
+                raise UserInputError(
+                    "fabric.setup must be called with the model and its optimizer before fabric.backward with strategy "
+                    "pipesgd; got a model that was set up alone"
+                )
+            super().backward(*args, **options)
+
         def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
             if self.pipeline is None or self.pipeline.closed or not _has_optimizer(state):
                 super().save_checkpoint(path, state, *args, **options)

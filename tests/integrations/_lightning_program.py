@@ -251,6 +251,7 @@ def refused() -> dict[str, str]:
         "fabric's optimizer alone": lambda: make_fabric().setup_optimizers(
             Regression().configure_optimizers()["optimizer"]
         ),
+        "fabric's model alone": fabric_without_optimizer,
     }.items():
         try:
             make()
@@ -272,6 +273,12 @@ def make_fabric() -> Any:
     fabric = fabric_package().Fabric(**RANKS, strategy=strategy)
     fabric.launch()
     return fabric
+
+
+def fabric_without_optimizer() -> None:
+    fabric = make_fabric()
+    model = fabric.setup(Regression())
+    fabric.backward(model(torch.ones(8, 6, device=DEVICE)).sum())
 
 
 class Killed(BaseException):

@@ -86,6 +86,8 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
             "got 2 optimizers",
             "fabric's optimizer alone": "an optimizer must be set up with its model with strategy pipesgd: "
             "fabric.setup",
+            "fabric's model alone": "fabric.setup must be called with the model and its optimizer before "
+            "fabric.backward with strategy pipesgd; got a model that was set up alone",
         }
 
 
