@@ -36,10 +36,9 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> Atta
             f"optimizer must be what accelerator.prepare(model, optimizer) returned; got {type(optimizer).__name__}"
         )
     pipeline = ddp.attach(model, optimizer.optimizer, **options | {"scaler": accelerator.scaler})
-    saved = _SavedPipeline(accelerator, model, pipeline)
-    accelerator.register_save_state_pre_hook(saved.begin_saving)
-    accelerator.register_load_state_pre_hook(saved.begin_loading)
-    accelerator.register_for_checkpointing(saved)
+    for earlier in [one for one in accelerator._custom_objects if isinstance(one, _SavedPipeline)]:
+        earlier.leave_if_closed()
+    accelerator.register_for_checkpointing(_SavedPipeline(accelerator, model, pipeline))
     return pipeline
 
 
@@ -55,21 +54,36 @@ class _SavedPipeline:
         self._model = model
         self._pipeline = pipeline
         self._file: PipelineFile | None = None
+        self._hooks = [
+            accelerator.register_save_state_pre_hook(self.begin_saving),
+            accelerator.register_load_state_pre_hook(self.begin_loading),
+        ]
+
+    def leave_if_closed(self) -> None:
+        """Be no part of further states if the pipeline is closed: a program that resumes from one has no such part.
+
+        Accelerate refuses to load a state with another number of parts than the program has.
+        """
+        if self._pipeline.closed:
+            for hook in self._hooks:
+                hook.remove()
+            self._accelerator._custom_objects.remove(self)  # which Accelerate itself never does
 
     def begin_saving(self, models: list[Any], weights: list[Any], folder: str) -> None:
         if not self._pipeline.closed:
             self._file_in(folder, models).save(self._pipeline)
 
     def begin_loading(self, models: list[Any], folder: str) -> None:
-        self._file = self._file_in(folder, models)
+        if not self._pipeline.closed:  # else the Accelerator may have another model by now
+            self._file = self._file_in(folder, models)
 
     def state_dict(self) -> dict[str, Any]:
         return {"iteration": None if self._pipeline.closed else self._pipeline.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert self._file is not None
         # If it had been closed, nothing was in flight; if it is closed now, nothing is trained any more.
         if state["iteration"] is not None and not self._pipeline.closed:
+            assert self._file is not None
             self._file.load(self._pipeline, state["iteration"])
 
     def _file_in(self, folder: str, models: list[Any]) -> PipelineFile:

@@ -51,13 +51,18 @@ def check_lightning(distribution: str) -> None:
     check_version(distribution, OLDEST, "strategy pipesgd")
 
 
+def is_address(checkpoint: Any) -> bool:
+    """Return True if ``checkpoint`` is not in a folder of this machine, but at an address such as ``s3://``."""
+    return "://" in str(checkpoint)
+
+
 def pipeline_file(checkpoint: str | Path, strategy: Any, of_save: str | None = None) -> PipelineFile:
     """Return the file next to ``checkpoint`` with the pipeline of this rank of ``strategy``.
 
     Raises:
         UserInputError: the checkpoint is not in a folder of this machine.
     """
-    if "://" in str(checkpoint):
+    if is_address(checkpoint):
         raise UserInputError(
             "a checkpoint must be in a folder that all ranks can write to, where their pipelines are written next to "
             f"it; got {checkpoint}"
@@ -169,7 +174,8 @@ def make_strategy(module: str) -> type[Any]:
 
         def remove_checkpoint(self, filepath: Any) -> None:
             super().remove_checkpoint(filepath)
-            pipeline_file(filepath, self).remove()
+            if not is_address(filepath):  # those have weights alone
+                pipeline_file(filepath, self).remove()
 
         def on_train_end(self) -> None:
             super().on_train_end()
@@ -240,6 +246,14 @@ def make_fabric_strategy(module: str) -> type[Any]:
 
         def setup_optimizer(self, optimizer: Any) -> Any:
             raise UserInputError("an optimizer must be set up with its model with strategy pipesgd: fabric.setup")
+
+        def backward(self, *args: Any, **options: Any) -> None:
+            if self.pipeline is None:  # DistributedDataParallel alone would train the model
+                raise UserInputError(
+                    "fabric.setup must be called with the model and its optimizer before fabric.backward with strategy "
+                    "pipesgd; got a model that was set up alone"
+                )
+            super().backward(*args, **options)
 
         def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
             if self.pipeline is None or self.pipeline.closed or not _has_optimizer(state):

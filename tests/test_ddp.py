@@ -822,6 +822,11 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     pipeline.close()
     found["closed"] = refusal(lambda: train(model, optimizer, batch))
 
+    apart = DistributedDataParallel(make_model(), broadcast_buffers=False)
+    own_optimizer, pipeline = start(apart, local_steps=2)
+    pipeline.close()
+    found["closed local steps"] = refusal(lambda: train(apart, own_optimizer, batch))
+
     wide = ddp()
     optimizer, pipeline = start(wide, width=3)
     for _ in range(3):
@@ -891,6 +896,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "flush": "flush must not be called between backward() and optimizer.step()",
             "accumulated": WITHOUT_A_STEP.format("forward"),
             "closed": "a strategy must not be used after close(); make a new one",
+            "closed local steps": "a strategy must not be used after close(); make a new one",
             "width": "width must be at least 3, for the gradients in flight in the state that is loaded; got 2",
             "scaler": "scaler must be the loop's GradScaler, whose steps reach this optimizer: "
             "attach(..., scaler=scaler)",

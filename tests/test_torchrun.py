@@ -321,6 +321,22 @@ def test_a_loop_that_does_not_close_its_pipeline_ends_with_a_line_that_says_so(t
     assert len(said) == 2
 
 
+def test_a_compressed_loop_that_does_not_close_leaves_no_thread_at_its_end(tmp_path: Path) -> None:
+    """Such a program was aborted now and then, after its training."""
+    (tmp_path / "loop.py").write_text(
+        "import atexit, threading, torch, pipesgd.ddp\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "names = lambda: ' '.join(one.name for one in threading.enumerate() if one.name.startswith('pipesgd'))\n"
+        "atexit.register(lambda: print(f'at the end: {names()!r}\\n', end='', flush=True))\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(20, 1))\n"
+        "state = pipesgd.ddp.compress(model)\n"
+        "model(torch.randn(16, 20)).square().mean().backward()\n"
+    )
+    done = run_module(*torchrun(2, "loop.py")[2:], folder=tmp_path, deadline=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "at the end: ''\n" * 2
+
+
 def test_folders_of_images_are_decoded_beside_the_computation(job: Any, tmp_path: Path) -> None:
     """A convnet learns red against blue pictures; the processes that decode end with the run."""
     for split, count in (("train", 24), ("test", 8)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import functools
@@ -138,6 +139,7 @@ class CompressedBuckets:
         try:
             self._codec = compiled_codec(options, self._ranks, device.type)
             self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
+            atexit.register(self._end)  # a thread that is in torch's code when the program ends would abort it
         except BaseException:
             self._end()
             raise
@@ -199,6 +201,7 @@ class CompressedBuckets:
             self._end()
 
     def _end(self) -> None:
+        atexit.unregister(self._end)
         if self._of_buckets is not None:
             self._of_buckets.release(self.take_bucket)
         self._stop_watching()

@@ -111,7 +111,8 @@ class AttachedLocalSteps(LocalSteps):
         super().close()
 
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        """Leave a bucket of gradients as it is."""
+        """Leave a bucket of gradients as it is; refuse it once nothing exchanges what it moves."""
+        self._pipeline.check_usable()
         self._pipeline.check_gradients(new=True)
         self._computed |= bucket.is_last()
         return done(bucket.buffer())

@@ -14,7 +14,7 @@ from _scenario import DEVICE, FOLDER, ON_GPU, SCENARIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipesgd import LocalSteps, Pipelined, UserInputError
+from pipesgd import LocalSteps, Pipelined, RunError, UserInputError
 from pipesgd.replicas import weights_sha256
 
 warnings.filterwarnings("ignore")
@@ -113,6 +113,50 @@ def accelerate_loop(*, stop: int | None = None, resume: bool = False) -> str:
         assert all(torch.equal(value, true[name]) for name, value in model.module.named_parameters())
     accelerator.load_state(str(FOLDER / "end"))
     return weights_sha256(accelerator.unwrap_model(model))
+
+
+def one_after_the_other() -> dict[str, Any]:
+    """Train two models by one Accelerator, and load the state of the second there and in another program.
+
+    That one then saves a state on the main process alone.
+    """
+    import pipesgd.accelerate
+
+    def attached(accelerator: Any) -> tuple[Any, Any, Any, Any]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
+        return model, optimizer, loader, pipesgd.accelerate.attach(accelerator, model, optimizer, **OPTIONS)
+
+    accelerator = make_accelerator()
+    for number in range(2):
+        model, optimizer, loader, pipeline = attached(accelerator)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            accelerator.backward((model(inputs) - targets).square().mean())
+            optimizer.step()
+        folder = str(FOLDER / f"model-{number}")
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        accelerator.load_state(folder)
+        iterations = [pipeline.iteration]
+        pipeline.close()
+        accelerator.free_memory()
+    other = make_accelerator()
+    *_, pipeline = attached(other)
+    other.load_state(folder)
+    iterations.append(pipeline.iteration)
+    alone = str(FOLDER / "alone")
+    if other.is_main_process:
+        other.save_state(alone)
+    other.wait_for_everyone()
+    refused = ""
+    try:
+        other.load_state(alone)
+    except RunError as error:
+        refused = str(error)
+    pipeline.close()
+    return {"iterations": iterations, "batches": len(loader), "refused": refused}
 
 
 def accelerates_own() -> dict[str, Any]:

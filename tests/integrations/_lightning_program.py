@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import torch
 from _scenario import DEVICE, FOLDER, ON_GPU, SCENARIO
 from torch import Tensor, nn
@@ -188,14 +189,17 @@ def resumed() -> dict[str, Any]:
 
 
 def removed() -> dict[str, Any]:
-    """Save two checkpoints, of which the Trainer keeps the second."""
+    """Save two checkpoints, of which the Trainer keeps the second; and the same of weights alone at an address."""
     checkpoints = pl.callbacks.ModelCheckpoint(dirpath=FOLDER / "checkpoints", save_on_train_epoch_end=True)
     fit({"callbacks": [checkpoints]})
     torch.distributed.barrier()
     name = Path(checkpoints.best_model_path).name
     save = torch.load(checkpoints.best_model_path, weights_only=False)["pipesgd"]["save"]
     of_ranks = [f"{name}.pipesgd-rank-{rank}.{save}" for rank in range(2)]
+    weights = pl.callbacks.ModelCheckpoint("memory://run", save_on_train_epoch_end=True, save_weights_only=True)
+    fit({"callbacks": [weights]})
     return {
+        "files at an address": len(fsspec.filesystem("memory").find("/run")),
         "files": sorted(path.name for path in (FOLDER / "checkpoints").iterdir()),
         "expected": sorted([name, *of_ranks, *(f"{one}.sha256" for one in of_ranks)]),
     }
@@ -247,6 +251,7 @@ def refused() -> dict[str, str]:
         "fabric's optimizer alone": lambda: make_fabric().setup_optimizers(
             Regression().configure_optimizers()["optimizer"]
         ),
+        "fabric's model alone": fabric_without_optimizer,
     }.items():
         try:
             make()
@@ -268,6 +273,12 @@ def make_fabric() -> Any:
     fabric = fabric_package().Fabric(**RANKS, strategy=strategy)
     fabric.launch()
     return fabric
+
+
+def fabric_without_optimizer() -> None:
+    fabric = make_fabric()
+    model = fabric.setup(Regression())
+    fabric.backward(model(torch.ones(8, 6, device=DEVICE)).sum())
 
 
 class Killed(BaseException):

@@ -36,6 +36,14 @@ def test_a_loop_of_accelerate_does_what_pipelined_does_bit_for_bit_and_resumes(w
     assert not list((tmp_path / "end").glob("pipesgd-*")), "a pipeline that is closed has nothing to save"
 
 
+def test_an_accelerator_trains_again_and_other_programs_load_its_state(tmp_path: Path) -> None:
+    answers = run("one_after_the_other", tmp_path)
+    for found in answers:
+        assert found["iterations"] == [found["batches"]] * 2
+    refused = [found["refused"].partition(";")[0] for found in answers]
+    assert refused == ["", "a checkpoint must have the pipeline of each rank"], "saved on the main process alone"
+
+
 def test_accelerates_own_check_of_training_passes_with_every_model_attached(tmp_path: Path) -> None:
     for found in run("accelerates_own", tmp_path):
         assert found["iterations"]

@@ -57,8 +57,10 @@ def test_a_loop_of_fabric_does_what_pipelined_does_bit_for_bit_and_resumes(scena
 
 
 def test_files_of_a_checkpoint_that_the_trainer_removes_go_with_it(tmp_path: Path) -> None:
-    for found in run("removed", tmp_path):
+    answers = run("removed", tmp_path)
+    for found in answers:
         assert found["files"] == found["expected"]
+    assert [found["files at an address"] for found in answers] == [1, 0], "rank 0 writes"
 
 
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -84,6 +86,8 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
             "got 2 optimizers",
             "fabric's optimizer alone": "an optimizer must be set up with its model with strategy pipesgd: "
             "fabric.setup",
+            "fabric's model alone": "fabric.setup must be called with the model and its optimizer before "
+            "fabric.backward with strategy pipesgd; got a model that was set up alone",
         }
 
 
