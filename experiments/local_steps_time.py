@@ -453,7 +453,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     for name in names:
         line = {row["mbit_per_s"]: row for row in best if row["contender"] == name}
         if not line:
-            missing.append(f"{name} never reaches it")
+            missing.append(f"{name} does not reach it")
         minutes = [row["seconds_to_accuracy"] / 60 for row in line.values()]
         axes.plot(list(line), minutes, label=name, **looks[LOOKS[name]])
         for (rate, row), at in zip(line.items(), minutes, strict=True):

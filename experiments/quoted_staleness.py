@@ -103,7 +103,7 @@ def local_steps_times() -> str:
     for accelerator, own in grouped(local_steps_time.best_of(rows), "accelerator").items():
         rates = sorted({row["mbit_per_s"] for row in own})
         best = {(row["contender"], row["mbit_per_s"]): row for row in own}
-        head = f"accelerators {accelerator}: minutes, H, times as fast as DDP (interval)"
+        head = f"minutes, H, times as fast as DDP (interval of times); {accelerator} accelerators (all emulated)"
         lines = [[name, *(_arrival(best.get((name, rate))) for rate in rates)] for name in names]
         tables.append(table([head, *(f"{rate:g} Mbit/s" for rate in rates)], lines))
     return "\n\n".join(tables)
@@ -111,7 +111,7 @@ def local_steps_times() -> str:
 
 def _arrival(row: Row | None) -> str:
     if row is None:
-        return "never"
+        return f"not within {max(local_steps_time.LENGTHS):g} times the length"
     steps = f", H {row['local_steps']}" if row["local_steps"] > 1 else ""
     faster = f"{row['times_as_fast_as_ddp']:.1f}x ({row['low']:.1f} to {row['high']:.1f})"
     return f"{row['seconds_to_accuracy'] / 60:.1f}{steps}, {faster}"

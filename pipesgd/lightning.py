@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from pipesgd.checks import check_left_out, check_version
@@ -239,7 +241,7 @@ def make_fabric_strategy(module: str) -> type[Any]:
                     "fabric.setup must be called once, with one optimizer, with strategy pipesgd; "
                     f"got {len(optimizers)} optimizers{' in another call' if self.pipeline is not None else ''}"
                 )
-            module = self.setup_module(module)
+            module = super().setup_module(module)
             options = self._pipeline_options | {"scaler": getattr(self.precision, "scaler", None)}
             self.pipeline = attach(module, optimizers[0], **options)
             return module, optimizers, *others
@@ -247,13 +249,10 @@ def make_fabric_strategy(module: str) -> type[Any]:
         def setup_optimizer(self, optimizer: Any) -> Any:
             raise UserInputError("an optimizer must be set up with its model with strategy pipesgd: fabric.setup")
 
-        def backward(self, *args: Any, **options: Any) -> None:
-            if self.pipeline is None:  # DistributedDataParallel alone would train the model
-                raise UserInputError(
-                    "fabric.setup must be called with the model and its optimizer before fabric.backward with strategy "
-                    "pipesgd; got a model that was set up alone"
-                )
-            super().backward(*args, **options)
+        def setup_module(self, module: Any) -> Any:
+            wrapped = super().setup_module(module)
+            wrapped.register_forward_pre_hook(_refuse_to_train)  # which DistributedDataParallel alone would do
+            return wrapped
 
         def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
             if self.pipeline is None or self.pipeline.closed or not _has_optimizer(state):
@@ -274,6 +273,14 @@ def make_fabric_strategy(module: str) -> type[Any]:
         "pipesgd", PipesgdFabricStrategy, description="Pipe-SGD: late and compressed gradients", override=True
     )
     return PipesgdFabricStrategy
+
+
+def _refuse_to_train(module: Module, inputs: Any) -> None:
+    if module.training and torch.is_grad_enabled():
+        raise UserInputError(
+            "fabric.setup must be called with a model and its optimizer to train it with strategy pipesgd; got a model "
+            "that was set up alone (call its eval() to evaluate it)"
+        )
 
 
 def _has_optimizer(state: Any) -> bool:

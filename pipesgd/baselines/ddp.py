@@ -242,7 +242,7 @@ class _Buckets:
     def _finish(self, index: int, value: Tensor | None) -> None:
         with self._changed:
             pending = self._pending.pop(index, None)
-            if pending is not None:
+            if pending is not None and self._periods:  # else a backward pass has ended without it
                 self._periods[-1][1] = time.perf_counter()
             self._changed.notify_all()
         if pending is not None:

@@ -134,7 +134,8 @@ class CommunicationThread:
             try:
                 result = job()
             except BaseException as failure:  # noqa: BLE001 (whoever waits for the future gets it)
-                traceback.clear_frames(failure.__traceback__)  # their messages would keep the connections open
+                # Messages in its frames would keep the connections open. A debugger finds no variables there any more.
+                traceback.clear_frames(failure.__traceback__)
                 self.fail(failure)
                 continue
             with self._lock:

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -136,10 +137,12 @@ class CompressedBuckets:
         """False once a mean of this backward pass was not finite, on all ranks alike; unknown without residuals."""
         self._wire_bytes = 0
         self._of_buckets: BucketHook | None = None
+        # A thread that is in torch's code when the program ends would abort it. This must not keep the model.
+        self._at_exit = functools.partial(_end_threads, self._thread, self._stop_watching, self._connections)
         try:
             self._codec = compiled_codec(options, self._ranks, device.type)
             self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
-            atexit.register(self._end)  # a thread that is in torch's code when the program ends would abort it
+            atexit.register(self._at_exit)
         except BaseException:
             self._end()
             raise
@@ -201,11 +204,10 @@ class CompressedBuckets:
             self._end()
 
     def _end(self) -> None:
-        atexit.unregister(self._end)
+        atexit.unregister(self._at_exit)
         if self._of_buckets is not None:
             self._of_buckets.release(self.take_bucket)
-        self._stop_watching()
-        self._thread.close(at_the_end=self._connections.close)
+        self._at_exit()
 
     def _finish(self) -> None:
         begin = time.perf_counter()
@@ -257,3 +259,8 @@ class _Bucket(FlatBuffer):
     def __init__(self, bucket: GradBucket):
         self.flats = [bucket.buffer()]
         self.views = bucket.gradients()
+
+
+def _end_threads(thread: CommunicationThread, stop_watching: Callable[[], None], connections: Connections) -> None:
+    stop_watching()
+    thread.close(at_the_end=connections.close)

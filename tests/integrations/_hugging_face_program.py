@@ -129,16 +129,22 @@ def one_after_the_other() -> dict[str, Any]:
         return model, optimizer, loader, pipesgd.accelerate.attach(accelerator, model, optimizer, **OPTIONS)
 
     accelerator = make_accelerator()
+
+    def train(model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        accelerator.backward((model(inputs) - targets).square().mean())
+        optimizer.step()
+
     for number in range(2):
         model, optimizer, loader, pipeline = attached(accelerator)
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            accelerator.backward((model(inputs) - targets).square().mean())
-            optimizer.step()
+
+        for batch in loader:
+            train(model, optimizer, *batch)
         folder = str(FOLDER / f"model-{number}")
         accelerator.save_state(folder)
         accelerator.wait_for_everyone()
-        accelerator.load_state(folder)
+        train(model, optimizer, *batch)
+        accelerator.load_state(folder)  # takes the last iteration back
         iterations = [pipeline.iteration]
         pipeline.close()
         accelerator.free_memory()

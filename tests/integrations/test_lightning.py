@@ -86,8 +86,8 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
             "got 2 optimizers",
             "fabric's optimizer alone": "an optimizer must be set up with its model with strategy pipesgd: "
             "fabric.setup",
-            "fabric's model alone": "fabric.setup must be called with the model and its optimizer before "
-            "fabric.backward with strategy pipesgd; got a model that was set up alone",
+            "fabric's model alone": "fabric.setup must be called with a model and its optimizer to train it with "
+            "strategy pipesgd; got a model that was set up alone (call its eval() to evaluate it)",
         }
 
 
