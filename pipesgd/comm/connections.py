@@ -166,7 +166,6 @@ class Connections:
         destroy({*self._groups, *self._control})
         self._groups.clear()  # transports and collectives share this list, so nobody holds a group any more
         self._control.clear()
-        self._headers.forget()
 
     def begin_buckets(self, buckets: int) -> None:
         """Reduce this number of other buckets again and again from now on. No sum may be running."""

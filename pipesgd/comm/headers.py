@@ -73,10 +73,6 @@ class Headers:
                     self._sent.wait()
             raise OutOfStepError(self._transport.rank, *self._at, self._previous, CALLS[kind], iteration)
 
-    def forget(self) -> None:
-        """Drop the messages that nobody waits for any more: as long as one is kept, so are the connections."""
-        self._sent = self._arriving = None
-
     @property
     def _next(self) -> int:
         return (self._transport.rank + 1) % self._transport.world_size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -134,8 +133,6 @@ class CommunicationThread:
             try:
                 result = job()
             except BaseException as failure:  # noqa: BLE001 (whoever waits for the future gets it)
-                # Messages in its frames would keep the connections open. A debugger finds no variables there any more.
-                traceback.clear_frames(failure.__traceback__)
                 self.fail(failure)
                 continue
             with self._lock:

@@ -119,58 +119,6 @@ def test_fifty_pipelines_leave_no_file_descriptor_and_no_thread_behind() -> None
         assert last <= first
 
 
-def _keep_closed_ones(ranks: Ranks) -> tuple[list[int], list[int]]:
-    """Keep ten closed pipelines. Return what is open with one of them and with all."""
-    kept = []
-    for number in range(10):
-        model, pipeline = _make(ranks)
-        kept.append(pipeline)
-        with pipeline:
-            _backward(model, ranks, 0)
-            pipeline.step()
-        if number == 0:
-            first = _open_now()
-    deadline = time.monotonic() + 10.0
-    while (last := _open_now()) > first and time.monotonic() < deadline:  # a thread that has ended may still be listed
-        time.sleep(0.01)
-    return first, last
-
-
-def test_a_closed_pipeline_that_is_kept_keeps_no_connection_open() -> None:
-    """Its last header used to be kept, and with it the connections."""
-    for first, last in run_ranks(2, _keep_closed_ones):
-        assert last <= first
-
-
-def _one_stops(ranks: Ranks, way: str) -> str:
-    """Let the last rank's pipeline end by an error, but not its process; return what a rank gets to hear."""
-    last = ranks.rank == ranks.world_size - 1
-    model, pipeline = _make(ranks, width=1, timeout=5.0)
-    said = ""
-    try:
-        with pipeline:
-            for iteration in range(3):
-                _backward(model, ranks, iteration)
-                if iteration == 2 and way == "out of step" and ranks.rank == 1:
-                    pipeline.combine_buffers()
-                if iteration == 2 and way == "an error of the user's" and last:
-                    raise ValueError("the user's own")
-                pipeline.step()
-    except (ValueError, RunError) as error:
-        said = f"{type(error).__name__}: {error}"
-    ranks.all_gather_object("the others", None)
-    return said
-
-
-@pytest.mark.parametrize("way", ["an error of the user's", "out of step"])
-def test_the_others_hear_at_once_of_a_pipeline_that_ends_while_its_process_lives_on(way: str) -> None:
-    """They used to wait for it until their deadline, since what the failed sum had left kept the connections open."""
-    found = run_ranks(3, _one_stops, way)
-    assert found[0].startswith("CommunicationError: rank 0: "), "it hears no more than that a connection has ended"
-    assert all(found)
-    assert all("no answer within" not in one for one in found)
-
-
 def _fail_to_construct(ranks: Ranks, where: str, change: bool) -> tuple[list[int], list[int], bool]:
     """Fail five times in the constructor of a pipeline, or of one that succeeds another one.
 
