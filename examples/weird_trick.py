@@ -35,7 +35,7 @@ def main() -> None:
 
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("islands", "inside"))
     passes = split_layers(model, mesh["inside"], PLAN)
-    below_optimizer = torch.optim.SGD(features.parameters(), lr=0.1, momentum=0.9)
+    below_optimizer = torch.optim.SGD(features.parameters(), lr=0.05, momentum=0.9)
     split_optimizer = torch.optim.SGD(classifier.parameters(), lr=0.05, momentum=0.9)
     sampler = DistributedSampler(train, drop_last=True)
     batches = DataLoader(train, batch_size=16, sampler=sampler, drop_last=True)
