@@ -300,7 +300,7 @@ def test_the_figure_has_a_line_for_each_contender_and_its_local_steps() -> None:
     assert lines[OURS] == [[rate, pytest.approx(1100 * 0.08 / 60)] for rate in (10, 25, 50)]
     assert lines[DILOCO] == []
     texts = [text.get_text() for text in axes.texts]
-    assert texts == [*["H 4"] * 3, *["H 8"] * 6, "DiLoCo never reaches it"]
+    assert texts == [*["H 4"] * 3, *["H 8"] * 6, "DiLoCo does not reach it"]
     assert axes.get_ylabel() == "time to 87.50 % (min)"
 
 
