@@ -12,6 +12,7 @@ from rich.console import Console
 
 from experiments import command
 from experiments.results import write_json
+from experiments.testbed import TestbedFailedError
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -61,8 +62,8 @@ class KeptRuns(Generic[Run]):
         together, all of them call this together, and rank 0 alone has the file, and gets the runs.
 
         Raises:
-            RunError: a run failed. All others were made before, unless ``ranks`` make them, which the failure may have
-                left in different places.
+            RunError: a run, or its testbed, failed. All others were made before, unless ``ranks`` make them, which the
+                failure may have left in different places.
         """
         failures: list[str] = []
         has_the_file = ranks is None or ranks.rank == 0
@@ -76,7 +77,7 @@ class KeptRuns(Generic[Run]):
                     name = words if named is None else named(one)
                     try:
                         run = make(one)
-                    except RunError as failure:
+                    except (RunError, TestbedFailedError) as failure:
                         if ranks is not None:
                             raise
                         failures.append(f"{name}: {failure}")

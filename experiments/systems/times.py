@@ -26,11 +26,11 @@ from experiments.results import code_state
 from experiments.systems import hogwild
 from experiments.systems.catalogue import HOGWILD, NAME
 from experiments.systems.workloads import CORES, NODES, PLACES, QUICK_PLACES, Workload
-from experiments.testbed import Link, Testbed, TestbedFailedError, parse_rate
+from experiments.testbed import Link, Testbed, parse_rate
 from experiments.validation_runs import ask, calibrate, public, time_in_passes
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import PlanningConfig, TrainConfig
-from pipesgd.errors import RunError, UserInputError
+from pipesgd.errors import UserInputError
 from pipesgd.planning.choose import decide
 from timing_model.cluster_profile import Profile
 from timing_model.job import STRATEGIES
@@ -199,12 +199,11 @@ def finished_cells(
     planned = planned_cells(workloads, keys, quick=arguments.quick)
     words = sorted(set(keys.values()) - {HOGWILD})
     kept = KeptRuns(arguments.output / KEPT, Cell, fresh=arguments.fresh)
-
-    def made(one: Setting) -> Cell:
-        try:
-            return measure(one, workloads[one.workload], words, HOGWILD in keys)
-        except TestbedFailedError as failure:
-            raise RunError(str(failure)) from None
-
-    done = kept.complete(planned, made, console, "iteration times", finished=arguments.finished)
+    done = kept.complete(
+        planned,
+        lambda one: measure(one, workloads[one.workload], words, HOGWILD in keys),
+        console,
+        "iteration times",
+        finished=arguments.finished,
+    )
     return {(one.workload, one.rate, one.computes): done[name] for name, one in planned.items() if name in done}

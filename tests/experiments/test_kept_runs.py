@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from experiments.kept_runs import KeptRuns
+from experiments.testbed import TestbedFailedError
 from pipesgd.errors import RunError
 
 
@@ -43,12 +44,15 @@ def test_only_missing_runs_are_made_and_each_is_kept_at_once(tmp_path: Path) -> 
     assert complete(1, finished=True) == {}
 
 
-def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [RunError, TestbedFailedError])
+def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_made_again(
+    kind: type[Exception], tmp_path: Path
+) -> None:
     fails = {2}
 
     def make(number: int) -> Squared:
         if number in fails:
-            raise RunError("a port is taken")
+            raise kind("a port is taken")
         return Squared(number * number)
 
     def complete() -> dict[str, Squared]:
