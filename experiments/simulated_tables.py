@@ -13,9 +13,12 @@ from experiments.simulated_runs import WORLD_SIZE, Run
 
 
 def mean_of_all(values: Sequence[float | None]) -> float | None:
-    """Return the mean, rounded for values at a target's edge; None if one is missing, since survivors would flatter."""
+    """Return the mean, rounded for values at a target's edge; None if there is none.
+
+    None, too, if one of the values is missing, since survivors would flatter.
+    """
     known = [value for value in values if value is not None]
-    return round(float(np.mean(known)), 6) if len(known) == len(values) else None
+    return round(float(np.mean(known)), 6) if known and len(known) == len(values) else None
 
 
 def mean_change(

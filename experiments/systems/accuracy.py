@@ -80,6 +80,11 @@ class Curve:
     points: list[list[float]]
     """Iterations of a rank, and the test accuracy after them; the last is that of the end."""
 
+    @property
+    def end(self) -> float | None:
+        """Test accuracy at the end; None if there is no result."""
+        return None if self.failure else self.points[-1][1]
+
 
 def is_simulated(config: TrainConfig) -> bool:
     """Return True if simulated ranks train as real ones do, bit for bit: pipelines and windows on a ring."""
@@ -129,15 +134,19 @@ def plan(workloads: Mapping[str, Workload], words_of_systems: Mapping[str, str],
     return planned
 
 
-def best_shares(curves: Mapping[Key, Curve]) -> dict[tuple[str, str], float]:
-    """Return the share of the learning rate with which a system ends best on a workload, in the mean of all seeds."""
-    ends: dict[tuple[str, str], dict[float, list[float]]] = {}
-    for (workload, system, _, share), curve in curves.items():
-        end = -math.inf if curve.failure else curve.points[-1][1]
-        ends.setdefault((workload, system), {}).setdefault(share, []).append(end)
-    return {
-        key: max(of_shares, key=lambda share: statistics.fmean(of_shares[share])) for key, of_shares in ends.items()
-    }
+def best_curves(curves: Mapping[Key, Curve]) -> dict[tuple[str, str], tuple[float, list[Curve]]]:
+    """Return, for each workload and system, the share of the learning rate that ends best, and its curves by seed.
+
+    The best is that with the highest mean of all seeds, of which none has failed; the whole rate if there is no such.
+    """
+    by_share: dict[tuple[str, str], dict[float, list[Curve]]] = {}
+    for (workload, system, _, share), curve in sorted(curves.items(), key=lambda item: item[0][2]):
+        by_share.setdefault((workload, system), {}).setdefault(share, []).append(curve)
+
+    def mean_end(of_share: tuple[float, list[Curve]]) -> float:
+        return statistics.fmean(-math.inf if curve.end is None else curve.end for curve in of_share[1])
+
+    return {key: max(own.items(), key=mean_end) for key, own in by_share.items()}
 
 
 def finished_curves(planned: Mapping[Key, Planned], arguments: Namespace, console: Console) -> dict[Key, Curve]:

@@ -10,8 +10,7 @@ import numpy as np
 from experiments import figures
 from experiments.results import Panels, Row, grouped
 from experiments.style import BLACK, GREY, method_styles
-from experiments.systems import table
-from experiments.systems.accuracy import Curve, Key, best_shares
+from experiments.systems.accuracy import Curve, Key, best_curves
 from experiments.systems.table import BASELINE
 from experiments.systems.workloads import CORES
 
@@ -40,7 +39,7 @@ def curve_rows(rows: Sequence[Row], curves: Mapping[Key, Curve]) -> list[Row]:
 
     That time is calculated: iterations times the time of an iteration. ``rows`` are those of the table.
     """
-    place, shares = (rows[0]["rate"], rows[0]["computes"]), best_shares(curves)
+    place, best = (rows[0]["rate"], rows[0]["computes"]), best_curves(curves)
     iteration_s = {
         (row["workload"], row["system"]): row["iteration_s"] for row in rows if (row["rate"], row["computes"]) == place
     }
@@ -55,7 +54,7 @@ def curve_rows(rows: Sequence[Row], curves: Mapping[Key, Curve]) -> list[Row]:
         for timed in (False, True)
         for (workload, system), seconds in iteration_s.items()
         if system in SHOWN
-        for seed, curve in enumerate(table.curves_of(curves, shares, workload, system))
+        for seed, curve in enumerate(best[workload, system][1])
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,8 @@ from experiments import command
 from experiments.accuracies import seconds_to
 from experiments.paired import median, paired_ratio
 from experiments.results import Row
-from experiments.simulated_tables import mean_of_all
-from experiments.systems.accuracy import Curve, Key, best_shares
+from experiments.simulated_tables import mean_change, mean_of_all
+from experiments.systems.accuracy import Curve, Key, best_curves
 from experiments.systems.catalogue import HOGWILD
 from experiments.systems.times import Cell
 from pipesgd.strategy import hidden_share
@@ -54,14 +55,15 @@ def rows_of(
         curves: accuracies, of which the best share of the learning rate counts.
     """
     first: dict[str, str] = {}
-    shares = best_shares(curves)
+    best = best_curves(curves)
     rows = []
     for (workload, rate, computes), cell in times.items():
-        reference = curves_of(curves, shares, workload, REFERENCE)
+        _, reference = best.get((workload, REFERENCE), (None, []))
         target = target_of(reference)
         for name, title in titles.items():
             rounds = cell.rounds.get(keys[name], [])
             seconds = [one["seconds"] for one in rounds]
+            share, own = best.get((workload, name), (None, []))
             row: Row = {
                 "workload": workload,
                 "rate": rate,
@@ -72,8 +74,8 @@ def rows_of(
                 **_time(rounds),
                 **_prediction(cell.predictions[keys[name]], median(seconds) if seconds else None),
                 **_against(seconds, None if name == HOGWILD else cell.rounds.get(keys.get(BASELINE, ""))),
-                "share_of_lr": shares.get((workload, name)),
-                **accuracy_of(curves_of(curves, shares, workload, name), reference, target),
+                "share_of_lr": share,
+                **accuracy_of(own, reference, target),
             }
             reached, iteration = row["iterations_to_target"], row["iteration_s"]
             row["not_reached"] = row["not_reached"] or TIME_OF_OTHERS.get(name) or cell.not_timed.get(keys[name], "")
@@ -127,17 +129,9 @@ def _against(seconds: Sequence[float], baseline: Sequence[Mapping[str, float]] |
     }
 
 
-def curves_of(
-    curves: Mapping[Key, Curve], shares: Mapping[tuple[str, str], float], workload: str, system: str
-) -> list[Curve]:
-    """Return the curves of a system on a workload by seed, at the share of the learning rate that counts."""
-    share = shares.get((workload, system))
-    return [curve for key, curve in sorted(curves.items()) if key[:2] == (workload, system) and key[3] == share]
-
-
 def target_of(reference: Sequence[Curve]) -> float | None:
     """Return the accuracy to reach, from the reference's curves; None if there are none, or one has failed."""
-    end = _mean([_end(curve) for curve in reference])
+    end = mean_of_all([curve.end for curve in reference])
     return None if end is None else end - TARGET_BELOW
 
 
@@ -147,7 +141,8 @@ def accuracy_of(curves: Sequence[Curve], reference: Sequence[Curve], target: flo
     There are no iterations unless every seed was seen to cross it: a median of those that did would be of the lucky.
     Seeds are compared with the same ones of the reference.
     """
-    ends = [end for curve in curves if (end := _end(curve)) is not None]
+    ends, base = [curve.end for curve in curves], [curve.end for curve in reference[: len(curves)]]
+    known = [end for end in ends if end is not None]
     crossings = [None if target is None else seconds_to(target, curve.points) for curve in curves]
     reached = [one for one in crossings if one is not None]
     failures = "; ".join(f"seed {seed}: {curve.failure}" for seed, curve in enumerate(curves) if curve.failure)
@@ -164,28 +159,15 @@ def accuracy_of(curves: Sequence[Curve], reference: Sequence[Curve], target: flo
     return {
         "seeds": len(curves),
         "trained_on": curves[0].how if curves else "",
-        "accuracy_mean": _mean([_end(curve) for curve in curves]),
-        "accuracy_difference": _mean(
-            [
-                None if (own := _end(curve)) is None or (base := _end(same_seed)) is None else own - base
-                for curve, same_seed in zip(curves, reference, strict=False)
-            ]
-        ),
-        "accuracy_lowest": min(ends, default=None),
-        "accuracy_highest": max(ends, default=None),
+        "accuracy_mean": mean_of_all(ends),
+        "accuracy_difference": mean_change(ends, base, operator.sub) if base else None,
+        "accuracy_lowest": min(known, default=None),
+        "accuracy_highest": max(known, default=None),
         "failures": failures,
         "target_accuracy": target,
         "iterations_to_target": median(reached) if reached and len(reached) == len(curves) else None,
         "not_reached": why,
     }
-
-
-def _end(curve: Curve) -> float | None:
-    return None if curve.failure else curve.points[-1][1]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    return mean_of_all(values) if values else None
 
 
 def show(rows: Sequence[Row], title: str) -> None:

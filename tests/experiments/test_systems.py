@@ -227,9 +227,13 @@ def test_the_learning_rate_counts_at_which_all_seeds_together_end_best() -> None
         ("convnet", "pipe-sgd", 0, 0.25): curve(0.5, 0.6),
         ("convnet", "diloco", 0, 1.0): curve(failure="diverged in iteration 3"),
     }
-    shares = accuracy.best_shares(curves)
-    assert shares == {("mlp", "pipe-sgd"): 0.25, ("convnet", "pipe-sgd"): 1.0, ("convnet", "diloco"): 1.0}
-    found = table.curves_of(curves, shares, "mlp", "pipe-sgd")
+    best = accuracy.best_curves(curves)
+    assert {key: share for key, (share, _) in best.items()} == {
+        ("mlp", "pipe-sgd"): 0.25,
+        ("convnet", "pipe-sgd"): 1.0,
+        ("convnet", "diloco"): 1.0,
+    }
+    _, found = best["mlp", "pipe-sgd"]
     assert found == [curves["mlp", "pipe-sgd", seed, 0.25] for seed in (0, 1)]
 
 
@@ -491,10 +495,8 @@ def test_the_target_is_below_what_synchronous_training_ends_with_and_every_seed_
 
 
 def test_no_cell_is_empty_without_a_reason() -> None:
-    ratios, of_ranks = (
-        {f"times_as_fast_as_ddp{end}" for end in ("", "_low", "_high")},
-        {"fastest_rank_s", "slowest_rank_s"},
-    )
+    ratios = {f"times_as_fast_as_ddp{end}" for end in ("", "_low", "_high")}
+    of_ranks = {"fastest_rank_s", "slowest_rank_s"}
     for name, row in rows().items():
         empty = {column for column, value in row.items() if value is None}
         for columns, reason in (
