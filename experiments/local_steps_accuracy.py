@@ -247,8 +247,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         axes.plot(list(there), list(there.values()), label=name, **looks[like[name]])
         if gone := sorted(line.keys() - there.keys()):
             diverging.append(f"{name} diverges at H = {', '.join(map(str, gone))}")
-    over_lines = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    axes.text(0.02, 0.02, "\n".join(diverging), transform=axes.transAxes, fontsize="small", bbox=over_lines)
+    axes.text(0.02, 0.02, "\n".join(diverging), transform=axes.transAxes, fontsize="small", bbox=style.OVER_LINES)
     values = [value for line in lines.values() for value in line.values() if value is not None]
     if values:
         axes.set_ylim(*judged.shown(values))

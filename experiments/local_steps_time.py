@@ -95,13 +95,8 @@ LOOKS = {
     STREAMED_AT_ONCE: "width 3, int8",
 }
 """Names by which contenders get their colours and lines."""
-LABELS = {OURS: (15, -3), STREAMED_AT_ONCE: (0, -13)}
+LABEL_PLACES = {OURS: (16, -3), STREAMED_AT_ONCE: (0, -14)}
 """Places of labels, in points from their markers; the others are above them."""
-LABEL: dict[str, Any] = {
-    "ha": "center",
-    "fontsize": "small",
-    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-}
 MINUTES = (1, 2, 5, 10, 20, 50)
 """Ticks of the figure."""
 LENGTHS, QUICK_LENGTHS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0), (1.0,)
@@ -458,8 +453,15 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         axes.plot(list(line), minutes, label=name, **looks[LOOKS[name]])
         for (rate, row), at in zip(line.items(), minutes, strict=True):
             if row["local_steps"] > 1:
-                text, place = f"H {row['local_steps']}", LABELS.get(name, (0, 6))
-                axes.annotate(text, (rate, at), xytext=place, textcoords="offset points", **LABEL)
+                axes.annotate(
+                    f"H {row['local_steps']}",
+                    (rate, at),
+                    xytext=LABEL_PLACES.get(name, (0, 6)),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize="small",
+                    bbox=style.OVER_LINES,
+                )
     axes.text(0.02, 0.02, "\n".join(missing), transform=axes.transAxes, fontsize="small")
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -17,6 +17,8 @@ INDIGO, WINE, OLIVE = "#332288", "#882255", "#999933"
 """Three colours of Paul Tol's."""
 COLOURS = (GREY, VERMILLION, ORANGE, BLUE, GREEN, PURPLE, SKY, YELLOW, INDIGO, WINE, OLIVE)
 """Colours for things without a name, such as settings."""
+OVER_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+"""Box of a text that may lie over lines."""
 
 METHODS = {
     "local": GREY,
