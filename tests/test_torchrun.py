@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -306,34 +307,40 @@ def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
     assert all(loss < 1.0 for loss in losses)
 
 
+def ended(loop: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Return a job of two ranks that run this program in a folder, once it has ended well."""
+    (folder / "loop.py").write_text(loop)
+    done = run_module(*torchrun(2, "loop.py")[2:], folder=folder, deadline=90)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def test_a_loop_that_does_not_close_its_pipeline_ends_with_a_line_that_says_so(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(
+    done = ended(
         "import torch, pipesgd\n"
         "model = torch.nn.Linear(20, 1)\n"
         "pipeline = pipesgd.Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.05))\n"
         "for batch in torch.randn(256, 20).split(16):\n"
         "    model(batch).square().mean().backward()\n"
-        "    pipeline.step()\n"
+        "    pipeline.step()\n",
+        tmp_path,
     )
-    done = run_module(*torchrun(2, "loop.py")[2:], folder=tmp_path, deadline=90)
-    assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("warning: a pipeline was not closed")]
     assert len(said) == 2
 
 
 def test_a_compressed_loop_that_does_not_close_leaves_no_thread_at_its_end(tmp_path: Path) -> None:
     """Such a program was aborted now and then, after its training."""
-    (tmp_path / "loop.py").write_text(
+    done = ended(
         "import atexit, threading, torch, pipesgd.ddp\n"
         "torch.distributed.init_process_group('gloo')\n"
         "names = lambda: ' '.join(one.name for one in threading.enumerate() if one.name.startswith('pipesgd'))\n"
         "atexit.register(lambda: print(f'at the end: {names()!r}\\n', end='', flush=True))\n"
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(20, 1))\n"
         "state = pipesgd.ddp.compress(model)\n"
-        "model(torch.randn(16, 20)).square().mean().backward()\n"
+        "model(torch.randn(16, 20)).square().mean().backward()\n",
+        tmp_path,
     )
-    done = run_module(*torchrun(2, "loop.py")[2:], folder=tmp_path, deadline=90)
-    assert done.returncode == 0, done.stderr
     assert done.stdout == "at the end: ''\n" * 2
 
 

@@ -68,9 +68,10 @@ def whole(least: int = 1) -> Callable[[str], int]:
     """Return the type of an option that is a whole number."""
 
     def number(text: str) -> int:
-        if text.isascii() and text.isdecimal() and len(text.lstrip("0")) > len(f"{MOST:.0f}"):  # else int() may fail
+        is_whole = text.isascii() and text.isdecimal()
+        if is_whole and len(text.lstrip("0")) > len(f"{MOST:.0f}"):  # else int() may fail
             raise argparse.ArgumentTypeError(f"must be at most {MOST:g}; got a number of {len(text)} digits")
-        if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        if not is_whole or int(text) < least:
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
         return int(text)
 
