@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,23 +235,29 @@ def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run.json").read_text())["options"]["lr"] == 0.5
 
 
-def _take_planned(ranks: Ranks, folder: Path, words: str, width: int) -> Any:
-    config = configuration(folder / str(ranks.rank), words)
+def take_planned(folder: Path, words: str, width: int) -> list[Any]:
+    """Return what each of two ranks gets, which have a folder each."""
+    configs = [configuration(folder / str(rank), words) for rank in range(2)]  # not by threads: tyro is made for one
+    return run_rank_threads(2, _take_planned, configs, width)
+
+
+def _take_planned(ranks: Ranks, configs: Sequence[TrainConfig], width: int) -> Any:
+    config = configs[ranks.rank]
     planned = {"asked": ["width"], "choices": {"width": width}}
     earlier = earlier_run(config, ranks)
     return take_folder(config.with_choices({"width": width}), ranks, planned, earlier)
 
 
 def test_a_machine_that_has_missed_a_decision_continues_by_that_of_rank_0(tmp_path: Path) -> None:
-    for lock in run_rank_threads(2, _take_planned, tmp_path, "--width auto", 1):
+    for lock in take_planned(tmp_path, "--width auto", 1):
         lock.release()
     path = tmp_path / "0" / "run.json"
     path.write_text(path.read_text().replace('"width": 1', '"width": 2'))
-    for lock in run_rank_threads(2, _take_planned, tmp_path, "--width auto --resume", 2):
+    for lock in take_planned(tmp_path, "--width auto --resume", 2):
         assert not isinstance(lock, Exception), lock
         lock.release()
     assert json.loads((tmp_path / "1" / "run.json").read_text())["options"]["width"] == 2
-    for refused in run_rank_threads(2, _take_planned, tmp_path, "--width 3 --resume", 3):
+    for refused in take_planned(tmp_path, "--width 3 --resume", 3):
         assert str(refused) == "width must be that of the run to resume, 2; got 3"
 
 
