@@ -217,7 +217,7 @@ def known_of(profile: Profile, setting: Setting) -> ComputeProfile:
         return compute
     factor = sum(tensors) / compute.numel
     grown = {name: getattr(compute, name).times(factor) for name in ("update", "late_update", *WITH_BATCH)}
-    return dataclasses.replace(compute, **grown, model="grown", tensors=tensors)
+    return dataclasses.replace(compute, **grown, model="grown", tensors=tensors, released=())
 
 
 def tensors_of(setting: Setting) -> tuple[int, ...]:

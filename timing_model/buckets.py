@@ -5,6 +5,7 @@ The trainer cuts gradients by this module, too.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,23 @@ WHOLE = Cut(count=1)
 """The whole gradient as one bucket, which is not cut."""
 
 
-def completed(cut: Cut, nbytes: Sequence[float], apart: Collection[int] = ()) -> list[tuple[float, float]]:
+def by_bytes(nbytes: Sequence[float]) -> list[float]:
+    """Return the share of the backward pass after which each gradient is complete, if a pass takes as long as it has
+    bytes: that holds for dense layers, while convolutions compute more per byte.
+
+    Args:
+        nbytes: bytes of each parameter's gradient, in the order of the forward pass; the backward pass reverses it.
+
+    >>> by_bytes([10.0, 20.0, 10.0])
+    [1.0, 0.75, 0.25]
+    """
+    from_last = list(itertools.accumulate(reversed(nbytes)))
+    return [done / from_last[-1] if from_last[-1] else 1.0 for done in reversed(from_last)]
+
+
+def completed(
+    cut: Cut, nbytes: Sequence[float], apart: Collection[int] = (), released: Sequence[float] = ()
+) -> list[tuple[float, float]]:
     """Return, for each bucket, the share of the backward pass after which it is complete, and its bytes.
 
     Args:
@@ -96,8 +113,8 @@ def completed(cut: Cut, nbytes: Sequence[float], apart: Collection[int] = ()) ->
         nbytes: bytes of each parameter's gradient, in the order of the forward pass; the backward pass reverses it.
         apart: numbers of the parameters that are in none of the buckets. Where the gradient is not cut, its one bucket
             is complete at the end of the backward pass all the same.
+        released: share of the backward pass after which each gradient is complete; by default ``by_bytes``.
 
-    The shares assume that the backward pass is proportional to bytes, as in ``iteration.ddp_buckets``.
     Raises ``ValueError`` as ``Cut`` does.
 
     >>> completed(Cut(count=2), [10.0, 20.0, 10.0])
@@ -106,10 +123,11 @@ def completed(cut: Cut, nbytes: Sequence[float], apart: Collection[int] = ()) ->
     [(0.25, 10.0), (0.75, 20.0)]
     """
     order = [number for number in reversed(range(len(nbytes))) if number not in apart]
-    total, buckets = sum(nbytes), []
+    shares = released or by_bytes(nbytes)
+    buckets: list[tuple[float, float]] = []
+    complete = 1.0 if cut == WHOLE else 0.0
     for part in cut([nbytes[number] for number in order]) if order else []:
         numbers = order[part.start : part.stop]
-        done = sum(nbytes[numbers[-1] :])
-        size = sum(nbytes[number] for number in numbers)
-        buckets.append((done / total if total and cut != WHOLE else 1.0, size))
+        complete = max(complete, *(shares[number] for number in numbers))  # a bucket waits for those before it
+        buckets.append((complete, sum(nbytes[number] for number in numbers)))
     return buckets

@@ -143,6 +143,7 @@ class Profile:
             for name in LATER:
                 one[name] = one[name] if getattr(measured, name).high > 0 else None
             one["accumulation"] = one["accumulation"] if measured.accumulation > 1 else None  # as with LATER
+            one["released"] = one["released"] or None
         aside = path.with_name(f".{path.name}.tmp")
         try:
             aside.write_text(format_tables(ordered) + "\n", encoding="utf-8")
@@ -280,6 +281,7 @@ def _compute(table: Table) -> ComputeProfile:
         batch_size=table.count("batch_size"),
         accumulation=table.count("accumulation") if "accumulation" in table else 1,
         tensors=table.counts("tensors"),
+        released=table.numbers("released", most=1.0) if "released" in table else (),
         samples=table.count("samples") if "samples" in table else None,
         cv=table.number("cv", most=MOST_CV),
         slow_ranks=table.numbers("slow_ranks", least=1.0),
@@ -293,6 +295,9 @@ def _compute(table: Table) -> ComputeProfile:
         **{name: _estimate(table, name) for name in ESTIMATES},
     )
     table.done()
+    if compute.released and len(compute.released) != len(compute.tensors):
+        wanted = f"have {len(compute.tensors)} numbers, as tensors has"
+        raise table.error("released", wanted, list(compute.released))
     return compute
 
 

@@ -120,7 +120,7 @@ def _in_last_micro_batch(job: Job, buckets: Buckets) -> Buckets:
 
 
 def _ddp(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
-    cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
+    cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors], released=job.compute.released)
     buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
     late = _in_last_micro_batch(job, buckets)
     return partial(layerwise_iteration_time, buckets=late, world_size=job.workers, noise=costs.noise), whole(buckets)
@@ -220,7 +220,8 @@ def buckets_of(job: Job, costs: Costs) -> Buckets:
     Those of which parts are gathered are the last ones.
     """
     apart = {tensor for one in costs.parts for tensor in one.tensors}
-    cut = completed(job.cut, [FLOAT_BYTES * numel for numel in job.compute.tensors], apart)
+    compute = job.compute
+    cut = completed(job.cut, [FLOAT_BYTES * numel for numel in compute.tensors], apart, compute.released)
     gather = partial(parts_time, segment_bytes=job.message_bytes, rate_limit=costs.rate_limit)
     buckets = [
         *((share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut),

@@ -45,10 +45,11 @@ def windows_of(job: Job, local_steps: int, fragments: int) -> list[Job]:
         inner, outer = compute.updates(job.width, local_steps=2).values()
         both = inner.plus(outer)
         compute = dataclasses.replace(compute, update=both, late_update=both)
-    return [
-        dataclasses.replace(job, local_steps=local_steps, compute=dataclasses.replace(compute, tensors=fragment))
+    cut = [
+        dataclasses.replace(compute, tensors=fragment, released=())
         for fragment in fragments_of(compute.tensors, fragments)
     ]
+    return [dataclasses.replace(job, local_steps=local_steps, compute=own) for own in cut]
 
 
 def in_windows(job: Job, local_steps: int, fragments: int) -> Job:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from timing_model.all_reduce import CollectiveTime
+from timing_model.buckets import by_bytes
 from timing_model.checks import check_at_least, check_count
 from timing_model.jitter import expected_maximum, noise_over, steady_state_period
 from timing_model.params import ComputeTimes, Noise
@@ -277,7 +278,11 @@ def job_time(iteration: IterationTime, iterations: int, t_comm: float = 0.0, *, 
 
 
 def ddp_buckets(
-    nbytes: Sequence[float], *, first_bucket: float = FIRST_BUCKET, bucket: float = BUCKET
+    nbytes: Sequence[float],
+    *,
+    first_bucket: float = FIRST_BUCKET,
+    bucket: float = BUCKET,
+    released: Sequence[float] = (),
 ) -> list[tuple[float, float]]:
     """Return the buckets of torch's DDP: the share of the backward pass after which each is ready, and its bytes.
 
@@ -285,25 +290,26 @@ def ddp_buckets(
         nbytes: bytes of each parameter's gradient, in the order of the forward pass; the backward pass reverses it.
         first_bucket: bytes at which the first bucket is full; it takes the parameter that fills it.
         bucket: bytes at which each of the other buckets is full.
+        released: share of the backward pass after which each gradient is complete; by default ``buckets.by_bytes``,
+            which suits dense layers only.
 
-    The shares assume that the backward pass is proportional to bytes, which holds for dense layers. Convolutions
-    compute more per byte, so use measured shares where there are any. Raises ``ValueError`` if a number is negative.
+    Raises ``ValueError`` if a number is negative.
 
     >>> ddp_buckets([10.0, 20.0, 10.0], first_bucket=5, bucket=25)
     [(0.25, 10.0), (1.0, 30.0)]
     """
     for size in nbytes:
         check_at_least("nbytes", size, 0)
-    total, done, held, limit = sum(nbytes), 0.0, 0.0, first_bucket
+    complete, held, limit = 0.0, 0.0, first_bucket
     buckets: list[tuple[float, float]] = []
-    for size in reversed(nbytes):
-        done += size
+    for size, share in zip(reversed(nbytes), reversed(released or by_bytes(nbytes)), strict=True):
+        complete = max(complete, share)
         held += size
         if held >= limit:
-            buckets.append((done / total if total else 1.0, held))
+            buckets.append((complete, held))
             held, limit = 0.0, bucket
     if held:
-        buckets.append((1.0, held))
+        buckets.append((complete, held))
     return buckets
 
 

@@ -200,6 +200,9 @@ class ComputeProfile:
     """Micro-batches of an iteration, whose passes, loading and variation are those of all of them together."""
     tensors: tuple[int, ...]
     """Number of values in each parameter's gradient, in the order of the forward pass."""
+    released: tuple[float, ...] = ()
+    """Share of the backward pass after which each of these gradients is complete; empty if that was not measured, and
+    then it is the share of the bytes that are complete with it."""
     samples: int | None = None
     """Samples of the data set, which make an epoch. None if there is no data set."""
     forward: Estimate

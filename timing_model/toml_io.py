@@ -39,9 +39,9 @@ class Table:
         """Take a whole number of at least ``least``."""
         return self._as_count(field, self._take(field), least)
 
-    def numbers(self, field: str, *, least: float = 0.0) -> tuple[float, ...]:
+    def numbers(self, field: str, *, least: float = 0.0, most: float = MOST) -> tuple[float, ...]:
         """Take a list of numbers, which may be empty."""
-        return tuple(self._as_number(field, value, least, MOST) for value in self._list(field))
+        return tuple(self._as_number(field, value, least, most) for value in self._list(field))
 
     def counts(self, field: str, *, least: int = 1) -> tuple[int, ...]:
         """Take a list of at least one whole number."""

@@ -251,7 +251,14 @@ def make_profile(
 
 
 def compute_profile(
-    computation: Computation, *, model: str, batch_size: int, accumulation: int, tensors: Sequence[int], samples: int
+    computation: Computation,
+    *,
+    model: str,
+    batch_size: int,
+    accumulation: int,
+    tensors: Sequence[int],
+    released: Sequence[float],
+    samples: int,
 ) -> ComputeProfile:
     """Return the compute profile of the model that was measured."""
     return ComputeProfile(
@@ -259,6 +266,7 @@ def compute_profile(
         batch_size=batch_size,
         accumulation=accumulation,
         tensors=tuple(tensors),
+        released=tuple(released),
         samples=samples,
         compute_slowdown=computation.compute_slowdown,
         codec_compute_slowdown=computation.codec_compute_slowdown,

@@ -50,6 +50,8 @@ CODECS, SERVERS, LINKS, TRAINING = (
 )
 SHARES = {CODECS: 0.07, SERVERS: 0.15, LINKS: 0.03}
 """Shares of the available time. The last phase gets what is left; the one before it takes as long as it takes."""
+RELEASED_DIGITS = 4
+"""Decimal places of a share of the backward pass in a profile."""
 TRAINED = 1.0
 """Seconds of training per second of all-reduces."""
 
@@ -64,6 +66,8 @@ class Measured:
     computation: Computation
     fits: dict[str, CollectiveFit]
     """Fits of the all-reduces, and of the parameter server."""
+    released: list[float]
+    """Share of the backward pass after which each parameter has its gradient, in the order of the parameters."""
     product: float
     """Mean of ``machines.product_seconds`` over the laps."""
     stolen: float
@@ -90,6 +94,7 @@ class Measured:
                 batch_size=config.samples_per_rank,
                 accumulation=config.optimization.accumulation,
                 tensors=[one.numel() for one in model.parameters() if one.requires_grad],
+                released=self.released,
                 samples=samples,
             ),
             ranks_per_core=machines.ranks_per_core(self.hosts),
@@ -207,6 +212,7 @@ def measure(
     every_lap = ranks.all_gather_object(
         "times of training", [[of_way[lap] for lap in counted_laps(trained, laps)] for of_way in training.laps]
     )
+    every_released = ranks.all_gather_object("when gradients are complete", training.released())
     if ranks.rank != 0:
         return None
 
@@ -236,6 +242,7 @@ def measure(
         codecs=measured_codecs,
         computation=computation,
         fits=fits,
+        released=[round(float(share), RELEASED_DIGITS) for share in np.median(every_released, axis=0)],
         product=float(np.mean([products[lap] for lap in laps])),
         stolen=lost,
         seconds=time.perf_counter() - begin,

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -26,6 +28,7 @@ from pipesgd.optim.build import build_optimizer
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.ranks import Ranks
 from pipesgd.run.forward_backward import forward_backward
+from pipesgd.strategy import Span
 
 SYNCHRONOUS, LATE = 1, 2
 """Widths that are trained. Any width above 1 adds to 2 only a prediction for each further gradient in flight."""
@@ -92,7 +95,7 @@ class Training:
             )
             for _ in modes
         ]
-        self._strategies = []
+        self._strategies: list[Pipelined] = []
         for way, scaler in zip(modes, self._scalers, strict=True):
             own = copy.deepcopy(model).train()
             optimizer = build_optimizer(config.optimization, own)
@@ -108,6 +111,13 @@ class Training:
                     ranks=ranks,
                 )
             )
+        self._completed: dict[int, float] = {}
+        """Time at which each parameter of the first way's model last had its gradient, by its number."""
+        self._released: list[list[float]] = []
+        """Shares of the backward pass after which those gradients were complete, of every timed iteration."""
+        self._trained = [one for one in self._strategies[0].module.parameters() if one.requires_grad]
+        for number, parameter in enumerate(self._trained):
+            parameter.register_post_accumulate_grad_hook(partial(self._note, number))
         self._paces = [0.0] * len(self._strategies)
         """Seconds of an iteration in each way, as of the last lap."""
         self._due = 0.0
@@ -143,6 +153,11 @@ class Training:
             self.laps[number].append(times[_untimed(strategy.width) :])
         return True
 
+    def released(self) -> list[float]:
+        """Return the share of the backward pass, of the last micro-batch, after which each parameter has its gradient:
+        medians of the timed iterations of the first way, in the order of the model's parameters that are trained."""
+        return [float(share) for share in np.median(self._released, axis=0)]
+
     def __enter__(self) -> Self:
         return self
 
@@ -154,12 +169,22 @@ class Training:
             for strategy in self._strategies:
                 strategy.__exit__(kind, error, trace)
 
+    def _note(self, number: int, parameter: nn.Parameter) -> None:
+        self._completed[number] = time.perf_counter()
+
+    def _shares(self, backward: Span) -> list[float]:
+        """Return the share of the ``backward`` pass after which each gradient was complete; 1 for one that has none."""
+        begin, seconds = backward.start, max(backward.seconds, sys.float_info.min)
+        ends = (self._completed.get(number, backward.end) for number in range(len(self._trained)))
+        return [min(1.0, max(0.0, (end - begin) / seconds)) for end in ends]
+
     def _train(self, way: int, iterations: int) -> list[list[float]]:
         strategy, scaler = self._strategies[way], self._scalers[way]
         times = []
         with contextlib.closing(self._batches.from_iteration(strategy.iteration)) as samples:
             for number in range(iterations):
                 cpu, begin = time.thread_time(), time.perf_counter()
+                self._completed.clear()
                 _, spans = forward_backward(strategy, samples, self._config, scaler, number)
                 computed, cpu = time.perf_counter(), time.thread_time() - cpu
                 report = strategy.step()
@@ -171,6 +196,8 @@ class Training:
                 communication = report.seconds("communication")
                 # A local step hands nothing over. It looks for NaN in place of packing: both read a cold gradient.
                 local_update = report.seconds("update") + report.seconds("pack")
+                if way == 0 and number >= _untimed(strategy.width):
+                    self._released.append(self._shares(spans[-1]))
                 passes = [forward, backward, update, wait, communication, cpu, data]
                 times.append([*passes, samples.last.seconds, local_update])
         strategy.flush()

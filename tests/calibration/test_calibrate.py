@@ -74,6 +74,8 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
     [compute] = profile.compute
     assert (compute.model, compute.batch) == ("mlp", "2 x 16")
     assert compute.tensors == (64 * 20, 20, 20 * 10, 10)
+    assert len(compute.released) == 4
+    assert 0 < compute.released[2] < compute.released[0] <= 1, "the last layer is complete first"
     assert compute.samples == 1497
     for part in (compute.forward, compute.backward, compute.update, compute.late_update, compute.loading):
         assert part.value > 0

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from _ranks import run_ranks
+from torch import Tensor, nn
 
 from experiments.accelerators import Accelerator, Jitter
+from pipesgd.calibration import training
 from pipesgd.calibration.computation import PARTS, Computation, summarize
 from pipesgd.calibration.training import (
     BACKWARD,
@@ -31,6 +34,7 @@ from pipesgd.calibration.training import (
 )
 from pipesgd.cli import parse
 from pipesgd.ranks import Ranks
+from pipesgd.run import forward_backward
 from pipesgd.run.workload import load
 from timing_model import ComputeTimes, Noise
 from timing_model.measured import MOST_PERSISTENCE, Estimate
@@ -451,6 +455,58 @@ def test_training_goes_on_after_two_laps_only_once_there_is_time_for_it() -> Non
         assert done == [True] * 4
         assert laps_of_ways == [4, 4]
         assert min(iterations[1:4]) > LEAST_ITERATIONS
+
+
+class _Clock:
+    """A clock that gradients move; it stands in for the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    thread_time = perf_counter
+
+    def pass_by(self, seconds: float, gradient: Tensor) -> None:
+        self.now += seconds
+
+
+class _Timed(nn.Module):
+    """Two layers whose weights' gradients take 1 s, the last layer's, and 3 s on a clock."""
+
+    def __init__(self, clock: _Clock):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 8, bias=False), nn.Linear(8, 10, bias=False)
+        self._clock = clock
+        self.first.weight.register_hook(partial(clock.pass_by, 3.0))
+        self.last.weight.register_hook(partial(clock.pass_by, 1.0))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Timed:
+        return _Timed(self._clock)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.first(inputs.flatten(1)))
+        return outputs
+
+
+def _released(ranks: Ranks, micro_batches: int) -> tuple[int, list[float]]:
+    """Return the iterations of the first way, and the shares after which its gradients were complete."""
+    config = parse(f"--dataset digits --batch-size 4 --accumulation {micro_batches}".split())
+    _, batches, _, _ = load(config, ranks)
+    clock = _Clock()
+    training.time = forward_backward.time = clock  # in a process of its own, which ends with this
+    modes = brief_training_modes("ring", {"fp32": 32.0, "int4": 4.0}, t_comm=1.0, t_compute=1.0)
+    with Training(config, _Timed(clock), batches, "eager", modes, ranks) as trained:
+        trained.lap(0.0)
+        return len(trained.laps[0][0]), trained.released()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_are_complete_after_shares_of_the_last_micro_batch(micro_batches: int) -> None:
+    for iterations, shares in run_ranks(2, _released, micro_batches):
+        assert iterations == LEAST_ITERATIONS
+        assert shares == [1.0, 0.25]
 
 
 def _fail(ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.timing_model._profiles import MLP, PROFILE, ask
 from timing_model.advice import describe, training_arguments
-from timing_model.buckets import Cut, completed
+from timing_model.buckets import WHOLE, Cut, completed
 from timing_model.choices import Space
 from timing_model.costs import Buckets, buckets_of, collective_time, costs_of, iteration_time
 from timing_model.iteration import ddp_buckets
@@ -99,6 +99,25 @@ def test_shares_and_bytes_are_those_of_the_cut(buckets: str) -> None:
     for share, nbytes in found:
         done += nbytes
         assert share == done / sum(sizes)
+
+
+def test_buckets_are_complete_when_their_gradients_were_measured_to_be() -> None:
+    sizes, released = [1.0, 1.0, 8.0, 1.0], [1.0, 0.9, 0.1, 0.2]
+    assert completed(Cut(count=3), sizes, released=released) == [(0.2, 1.0), (0.2, 8.0), (1.0, 2.0)]
+    assert completed(Cut(count=2), sizes, apart=[0], released=released) == [(0.2, 9.0), (0.9, 1.0)]
+    assert completed(WHOLE, sizes, apart=[0, 1], released=released) == [(1.0, 9.0)]
+    assert ddp_buckets(sizes, first_bucket=1, bucket=9, released=released) == [(0.2, 1.0), (0.9, 9.0), (1.0, 1.0)]
+
+
+@pytest.mark.parametrize("options", [{"buckets": "2"}, {"strategy": "ddp", "all_reduce": "native"}])
+def test_a_large_last_layer_that_is_soon_complete_is_hidden(options: dict[str, Any]) -> None:
+    """Last layers of a convolutional net have most of the values, and its first layers take the time."""
+    values = dataclasses.replace(EIGHT, tensors=(100_000, 4_000_000))
+    by_values, measured = (
+        iteration_time(job, costs_of(job))[0]
+        for job in (_job(compute=one, **options) for one in (values, dataclasses.replace(values, released=(1.0, 0.02))))
+    )
+    assert by_values.exposed - measured.exposed == pytest.approx((40 / 41 - 0.02) * 0.2)
 
 
 def test_a_plan_takes_buckets_where_they_gain_and_says_the_option() -> None:

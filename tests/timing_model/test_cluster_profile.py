@@ -162,6 +162,23 @@ def test_a_file_from_before_something_was_measured_is_read(path: Path) -> None:
     assert path.read_text() == text  # which programs of that time can read, too
 
 
+def test_shares_of_the_backward_pass_come_back_and_may_be_missing(path: Path) -> None:
+    assert "released" not in path.read_text()
+    shares = (1.0, 0.9, 0.5, 0.4, 0.1, 0.0)
+    profile = dataclasses.replace(PROFILE, compute=(dataclasses.replace(MLP, released=shares),))
+    profile.save(path)
+    assert "\nreleased = [1.0, 0.9, 0.5, 0.4, 0.1, 0.0]\n" in path.read_text()
+    assert Profile.load(path) == profile
+    text = path.read_text()
+    for what, by, message in (
+        ("0.5, 0.4", "0.5", "have 6 numbers, as tensors has"),
+        ("[1.0, 0.9", "[1.9, 0.9", "a number from 0 to 1"),
+    ):
+        path.write_text(text.replace(what, by, 1))
+        with pytest.raises(ValueError, match=message):
+            Profile.load(path)
+
+
 def test_the_update_of_a_local_step_comes_back_and_may_be_missing(path: Path) -> None:
     assert "local_update" not in path.read_text()
     profile = dataclasses.replace(
