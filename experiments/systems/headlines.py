@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 from rich.console import Console
 
@@ -29,11 +30,11 @@ from experiments.results import Row, save
 from experiments.systems.catalogue import NAME, all_names, keys_of, systems
 from experiments.systems.times import KEPT, Cell, planned_cells
 from experiments.systems.workloads import CORES, WORKLOADS
-from experiments.theano_mpi import GPUS, NETWORKS, fit, per_exchange
 from experiments.validation_runs import job_of
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from timing_model.cluster_profile import Profile
+from timing_model.collective_time import ring_all_reduce_bytes
 from timing_model.measured import ComputeProfile, LinkProfile
 from timing_model.options import NOTHING, computation_of
 from timing_model.params import LinkParams
@@ -45,13 +46,23 @@ from timing_model.units import format_seconds
 SERVER = "ps-sync"
 LEAST_S, MOST_S, CLOSE = 1e-4, 1e3, 1.01
 """Computations between which an edge is looked for, in s, and how close to it, as a ratio."""
+GPUS, IMAGES = 8, 5120
+"""GPUs that Theano-MPI ran on, and images of which it published the times."""
+NETWORKS = {
+    "AlexNet, batch 128": (60_965_224, 128, {"AR": 2.01, "ASA": 0.75, "ASA16": 0.47}),
+    "AlexNet, batch 32": (60_965_224, 32, {"AR": 8.03, "ASA": 2.94, "ASA16": 1.83}),
+    "GoogLeNet, batch 32": (13_378_280, 32, {"AR": 2.07, "ASA": 1.96, "ASA16": 1.76}),
+    "VGGNet, batch 32": (138_357_544, 32, {"AR": 41.41, "ASA": 8.60, "ASA16": 4.84}),
+}
+"""Number of parameters, batch size, and published seconds of communication for all images with each exchange: MPI's
+all-reduce (AR), all-to-all and all-gather (ASA), and the same in half precision; table 3 of the paper of Theano-MPI."""
 PUBLISHED = {
     "AlexNet, batch 128": (3.90, {"AR": 5.3, "ASA": 6.7, "ASA16": 7.1}),
     "AlexNet, batch 32": (4.56, {"AR": 2.9, "ASA": 4.9, "ASA16": 5.7}),
     "GoogLeNet, batch 32": (16.82, {"AR": 7.1, "ASA": 7.2, "ASA16": 7.3}),
 }
-"""Seconds in which 8 GPUs compute 5,120 images, and speed-ups over one GPU with each exchange: table 3 of the paper of
-Theano-MPI, without the network that ran on the GPUs of one node."""
+"""Seconds in which the GPUs compute all images, and speed-ups over one GPU with each exchange: from the same table,
+without the network that ran on the GPUs of one node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +84,22 @@ class Headline:
     """Seconds of the passes of an iteration; None if the authors did not publish them."""
     systems: tuple[str, ...]
     substituted: str
+
+
+def per_exchange(seconds: float, batch: int) -> float:
+    """Return the seconds of one iteration, given those of all images."""
+    return seconds * GPUS * batch / IMAGES
+
+
+def fit(exchange: str) -> float:
+    """Return the seconds a byte of a link on which ``exchange`` takes as long as published, in the geometric mean.
+
+    A ring and an all-to-all send the same bytes. What else an exchange took, such as sums, is in this number.
+    """
+    return geometric_mean(
+        per_exchange(published[exchange], batch) / ring_all_reduce_bytes(4 * numel, GPUS)
+        for numel, batch, published in NETWORKS.values()
+    )
 
 
 def _of_theano(network: str, exchange: str) -> Headline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 from rich.console import Console
@@ -14,23 +15,27 @@ from experiments.systems import headlines
 from experiments.systems.catalogue import all_names, keys_of, systems
 from experiments.systems.headlines import (
     CLOSE,
+    GPUS,
     HEADLINES,
     LEAST_S,
     MOST_S,
+    NETWORKS,
     PUBLISHED,
     Headline,
+    fit,
     main,
     on_their_cluster,
     ours_in_words,
+    per_exchange,
     reached,
     speed_up,
 )
 from experiments.systems.times import KEPT, Cell, planned_cells
 from experiments.systems.workloads import ACCELERATOR, CORES, WORKLOADS
-from experiments.theano_mpi import GPUS, NETWORKS
 from experiments.validation_runs import public
 from pipesgd.ranks import alone
 from tests.timing_model._profiles import PROFILE
+from timing_model.all_reduce import all_reduce_time
 from timing_model.cluster_profile import Profile
 from timing_model.measured import LinkProfile
 from timing_model.options import NOTHING, computation_of
@@ -101,6 +106,21 @@ def test_published_speed_ups_are_those_of_the_published_times() -> None:
     for network, (seconds, speed_ups) in PUBLISHED.items():
         for exchange, theirs in speed_ups.items():
             assert GPUS * seconds / (seconds + NETWORKS[network][2][exchange]) == pytest.approx(theirs, abs=0.06)
+
+
+def test_times_of_all_images_become_those_of_an_exchange() -> None:
+    assert per_exchange(2.01, 128) == pytest.approx(2.01 / 5)
+    assert per_exchange(8.03, 32) == pytest.approx(8.03 / 20)
+
+
+@pytest.mark.parametrize(("exchange", "all_reduce"), [("AR", "ring"), ("ASA", "all-to-all")])
+def test_exchanges_on_the_fitted_link_take_as_long_as_published_on_average(exchange: str, all_reduce: str) -> None:
+    link = LinkParams(alpha=0.0, beta=fit(exchange), gamma=0.0, sync=0.0)
+    ratios = [
+        all_reduce_time(all_reduce, link, numel, GPUS).total / per_exchange(published[exchange], batch)
+        for numel, batch, published in NETWORKS.values()
+    ]
+    assert geometric_mean(ratios) == pytest.approx(1, rel=1e-4)
 
 
 def test_every_headline_is_compared_with_systems_of_the_table() -> None:
