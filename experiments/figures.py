@@ -1,6 +1,6 @@
 """Shared parts of the figures of the paper: a table, panels drawn from it, and a command.
 
-Each figure is a module ``experiments/figNN_name.py`` with ``compute(...)``, which returns the table, and
+Most figures are a module ``experiments/figNN_name.py`` with ``compute(...)``, which returns the table, and
 ``plot(rows, axes)``, which draws the rows of one panel. Rows have a column "panel", and panels are in their order.
 """
 
@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from experiments import command
-from experiments.limits import Cluster
 from experiments.results import RESULTS, Panels, Row, load, save
-from experiments.testbed import Link
 from pipesgd.run.console import say
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ class PaperFigure:
     """Name, looks and description of a figure."""
 
     name: str
-    """Name of the figure's files and of its module."""
+    """Name of the figure's files."""
     title: str
     caption: str
     """Text that describes the figure, also for somebody who does not see it."""
@@ -45,6 +43,10 @@ class PaperFigure:
     """Largest number of panels in a line."""
     columns: str = "csv"
     """Ending of the table's file: "json" if values in the table are lists."""
+    by: tuple[str, ...] = ("panel",)
+    """Columns that tell the panels apart."""
+    module: str | None = None
+    """Module that makes the table, if it has another name than the figure."""
 
     def table(self, folder: Path = RESULTS) -> list[Row]:
         """Return the rows that were saved."""
@@ -65,7 +67,7 @@ class PaperFigure:
 
     @property
     def not_measured(self) -> str:
-        return f"Not measured yet: python -m experiments.{self.name} does it."
+        return f"Not measured yet: python -m experiments.{self.module or self.name} does it."
 
     def save(self, rows: Sequence[Row], folder: Path, *, dpi: float | None = None) -> Path:
         """Draw all panels into ``folder/name.png``."""
@@ -78,7 +80,7 @@ class PaperFigure:
 
     @property
     def _panels(self) -> Panels:
-        return Panels(by=("panel",), plot=self.plot, panel=self.panel, abreast=self.abreast)
+        return Panels(by=self.by, plot=self.plot, panel=self.panel, abreast=self.abreast)
 
     def publish(self, rows: list[Row], arguments: Namespace, console: Console, extra: dict[str, Any]) -> None:
         """Save table, manifest and figure."""
@@ -107,13 +109,6 @@ def manifest(name: str, folder: Path = RESULTS) -> dict[str, Any]:
     """Return the manifest of a result."""
     found: dict[str, Any] = json.loads((folder / f"{name}.manifest.json").read_text(encoding="utf-8"))
     return found
-
-
-def title_of(comparison: dict[str, Any]) -> str:
-    """Return the workload and cluster of a comparison, from its manifest."""
-    asked = comparison["links_asked"]
-    cluster = Cluster(**(asked | {"link": Link(**asked["link"])}))
-    return f"{comparison['workload']}, {cluster.describe()}"
 
 
 def parse(name: str, description: str | None, words: Sequence[str], by_torchrun: bool) -> Namespace:

@@ -2,8 +2,9 @@
 
     python -m experiments.first_screen        first_screen.csv, .png
 
-Drawn from the results of experiments.compare. A bar ends at the median iteration of the slowest rank, which is the
-number next to it; how many times as fast as DDP that is comes from iterations of the same rounds.
+Drawn from the table of experiments.systems: the MLP on emulated accelerators. A bar ends at the median iteration of the
+median rank, which is the number next to it; how many times as fast as DDP that is comes from iterations of the same
+rounds.
 """
 
 from __future__ import annotations
@@ -16,50 +17,43 @@ from rich.console import Console
 
 from experiments import command, figures
 from experiments.figures import PaperFigure
-from experiments.results import RESULTS, Row, load
+from experiments.results import RESULTS, Row, grouped
 from experiments.style import BLUE, GREY, PURPLE, TITLES
+from experiments.systems.pictures import SPEEDUPS
+from experiments.systems.workloads import ACCELERATOR
 from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAME = "first_screen"
-SOURCES = {"200 Mbit/s": "compare_mlp_4x200mbit_codecs.csv", "1 Gbit/s": "compare_mlp_4x1gbit_codecs.csv"}
-"""Results of comparisons, by the rate of the links."""
-SHOWN = ("ddp", "ddp fp16", "width 2, ring", "width 2, int8", "width 2, int4", "local")
+RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
+"""Rates of the table, as they are written for people."""
+SHOWN = ("ddp", "ddp-fp16", "pipesgd", "pipesgd-int8", "pipesgd-int4", "local")
 DDP = "ddp"
+COLUMNS = ("iteration_s", "times_as_fast_as_ddp", "times_as_fast_as_ddp_low", "times_as_fast_as_ddp_high", "rounds")
+"""Columns that are those of the table."""
 COLOURS = {"DDP": PURPLE, "pipesgd": BLUE, "no": GREY}
 """Colours by the first word of a bar's name."""
 
 
 def compute(results: Path = RESULTS) -> list[Row]:
-    """Return a row for every rate and contender: seconds of an iteration, and how many times as fast as DDP that is."""
+    """Return a row for every rate and system: seconds of an iteration, and how many times as fast as DDP that is."""
+    table = grouped(SPEEDUPS.table(results), "workload", "rate", "computes", "system")
     rows = []
-    for rate, source in SOURCES.items():
-        found = {row["contender"]: row for row in load(results / source)}
+    for rate, title in RATES.items():
         for name in SHOWN:
-            row = found[name]
-            low, middle, high = (row[f"ratio_to_ddp_{end}"] for end in ("high", "median", "low"))
-            rows.append(
-                {
-                    "panel": f"links of {rate}",
-                    "contender": name,
-                    "iteration_s": row["iteration_median_s"],
-                    "times_as_fast_as_ddp": 1 / middle,
-                    "times_as_fast_low": 1 / low,
-                    "times_as_fast_high": 1 / high,
-                    "rounds": row["rounds"],
-                }
-            )
+            [row] = table["mlp", rate, ACCELERATOR, name]
+            rows.append({"panel": f"links of {title}", "system": name, **{column: row[column] for column in COLUMNS}})
     return rows
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
     """Draw the bars of one rate, each with its milliseconds and its speed-up over DDP at its end."""
     for place, row in enumerate(rows):
-        name, milliseconds = TITLES[row["contender"]], 1e3 * row["iteration_s"]
+        name, milliseconds = TITLES[row["system"]], 1e3 * row["iteration_s"]
         axes.barh(place, milliseconds, color=COLOURS[name.replace(",", " ").split()[0]])
-        faster = "" if row["contender"] == DDP else f"   {row['times_as_fast_as_ddp']:.1f}x"
+        faster = "" if row["system"] == DDP else f"   {row['times_as_fast_as_ddp']:.1f}x"
         axes.annotate(
             f"{milliseconds:.0f} ms{faster}",
             (milliseconds, place),
@@ -68,10 +62,10 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
             va="center",
             fontweight="bold" if name.startswith("pipesgd") else "normal",
         )
-    axes.set_yticks(range(len(rows)), [TITLES[row["contender"]] for row in rows])
+    axes.set_yticks(range(len(rows)), [TITLES[row["system"]] for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.4 * 1e3 * max(row["iteration_s"] for row in rows))
-    best = max(row["times_as_fast_as_ddp"] for row in rows if row["contender"] not in (DDP, "local"))
+    best = max(row["times_as_fast_as_ddp"] for row in rows if row["system"] not in (DDP, "local"))
     axes.set(title=f"{rows[0]['panel']}: up to {best:.1f} times as fast as DDP", xlabel="time of an iteration (ms)")
     return axes
 
@@ -81,7 +75,7 @@ FIGURE = PaperFigure(
     title="pipesgd and DDP",
     caption="Time of an iteration with DistributedDataParallel, with pipesgd at width 2, and with no network at all, "
     "on four emulated nodes at 200 Mbit/s and 1 Gbit/s. Bars end at the median; the number behind it is the speed-up "
-    "over DDP. MLP 784-1000-1000-10, 512 samples a rank; two cores compute for all four nodes.",
+    "over DDP. MLP 784-1000-1000-10; on each node an emulated accelerator takes 75 ms an iteration.",
     plot=plot,
     panel=(5.6, 2.2),
     abreast=1,
@@ -91,7 +85,7 @@ FIGURE = PaperFigure(
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
-    FIGURE.publish(compute(), arguments, console, figures.sources(list(SOURCES.values())))
+    FIGURE.publish(compute(), arguments, console, figures.sources([SPEEDUPS.file]))
 
 
 if __name__ == "__main__":

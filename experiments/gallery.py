@@ -6,7 +6,6 @@ python -m experiments.gallery        experiments/results/*.png, docs/gallery.md,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +13,8 @@ from rich.console import Console
 
 from experiments import (
     command,
-    compare,
     fig01_schedules,
     fig02_breakdown,
-    fig03_convergence,
-    fig04_speedups,
     fig05_timing_model,
     fig06_all_reduces,
     fig07_layerwise,
@@ -30,30 +26,25 @@ from experiments import (
     local_steps_accuracy,
     local_steps_time,
     loops_on_links,
-    paper_question,
     staleness_figure,
-    theano_mpi,
 )
 from experiments.results import REPOSITORY, RESULTS, Row, command_of, load
-from experiments.systems import pictures as systems
+from experiments.systems import pictures
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
 Draw = Callable[[str, list[Row], Path], Path]
 
-FIGURES = tuple(
-    module.FIGURE
-    for module in (
-        first_screen,
-        fig01_schedules,
-        fig02_breakdown,
-        fig03_convergence,
-        fig04_speedups,
-        fig05_timing_model,
-        fig06_all_reduces,
-        fig07_layerwise,
-        fig08_codecs,
-    )
+FIGURES = (
+    first_screen.FIGURE,
+    fig01_schedules.FIGURE,
+    fig02_breakdown.FIGURE,
+    pictures.CONVERGENCE,
+    pictures.SPEEDUPS,
+    fig05_timing_model.FIGURE,
+    fig06_all_reduces.FIGURE,
+    fig07_layerwise.FIGURE,
+    fig08_codecs.FIGURE,
 )
 DOCS = REPOSITORY / "docs"
 PAGE, PICTURES = "gallery.md", "gallery"
@@ -65,37 +56,18 @@ The README's picture, and the figures of the Pipe-SGD paper reproduced with this
 in `experiments/results`; a manifest next to it records how it was made. `make figures` draws them and writes this page;
 `make experiments` repeats the measurements. The notebooks in `notebooks/` explain them.
 """
-
-
-def compared(name: str, rows: list[Row], folder: Path) -> Path:
-    """Draw the figure of a comparison, whose title is in its manifest."""
-    return compare.draw(name, rows, figures.title_of(figures.manifest(name)), folder)
-
-
-def of_the_paper(name: str, rows: list[Row], folder: Path) -> Path:
-    """Draw the figure of the paper's question, which has two tables."""
-    return paper_question.draw(name, rows, load(RESULTS / f"{name}_jitter.csv"), folder)
-
-
 DRAWN: dict[str, Draw] = {
-    "accuracy_*": compared,
     "bench_accelerators": loops_on_links.draw,
     "bench_gpu": loops_on_links.draw,
     "bench_islands": loops_on_links.draw,
     "bench_torchft": loops_on_links.draw,
-    "compare_*": compared,
     "islands_accuracy": islands_accuracy.draw,
     "lateness": lateness.draw,
     "local_steps_accuracy": local_steps_accuracy.draw,
     "local_steps_time": local_steps_time.draw,
-    "paper_question": of_the_paper,
     "staleness": staleness_figure.draw,
-    "systems": systems.draw_speedups,
-    systems.CONVERGENCE: systems.draw_curves,
-    "theano_mpi": theano_mpi.draw,
-    "time_to_accuracy_*": compared,
 }
-"""Functions that draw the figures of results, by patterns of their names. Results that no page shows have no figure."""
+"""Functions that draw other figures, by the names of their results. Results that no page shows have no figure."""
 
 
 def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:
@@ -106,8 +78,8 @@ def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:
         own = next((one for one in FIGURES if one.name == name), None)
         if own is not None:
             found[name] = partial(own.save, own.table(results))
-        elif (draw := next((draw for pattern, draw in DRAWN.items() if fnmatch(name, pattern)), None)) is not None:
-            found[name] = partial(draw, name, load(next(results.glob(f"{name}.[cj]s*"))))
+        elif name in DRAWN:
+            found[name] = partial(DRAWN[name], name, load(next(results.glob(f"{name}.[cj]s*"))))
     return found
 
 

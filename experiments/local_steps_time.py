@@ -48,7 +48,6 @@ import numpy as np
 from rich.console import Console
 
 from experiments import command, figures, simulated_runs, style
-from experiments.accuracies import seconds_to
 from experiments.kept_runs import KeptRuns
 from experiments.local_steps_accuracy import (
     DILOCO,
@@ -64,7 +63,7 @@ from experiments.local_steps_accuracy import (
 from experiments.paired import median, paired_ratio
 from experiments.results import Panels, Row, code_state, save
 from experiments.simulated_runs import QUICK_ITERATIONS, WORLD_SIZE, Run
-from experiments.simulated_tables import mean_of_all
+from experiments.simulated_tables import crossing_of, mean_of_all
 from experiments.staleness_runs import OPTIMIZERS, WORKLOADS
 from experiments.validate_local_steps import CALIBRATION_SECONDS, PASSES, QUICK_CALIBRATION_SECONDS, WINDOWS, ask
 from experiments.validation_runs import Setting, calibrate, time_in_passes
@@ -210,7 +209,7 @@ def arrivals(planned: Plan, runs: Mapping[str, Run], accuracy: float) -> dict[Co
     found: dict[Contender, Arrival] = {}
     for (one, length), of_seeds in planned.items():
         made = [runs.get(run.words) for run in of_seeds]
-        crossings = [None if run is None else seconds_to(accuracy, run.points) for run in made]
+        crossings = [None if run is None else crossing_of(accuracy, run.points) for run in made]
         known = [crossing for crossing in crossings if crossing is not None]
         if one not in found and len(known) == len(crossings):
             found[one] = Arrival(median(known), length)

@@ -1,7 +1,8 @@
-"""Means over the seeds of simulated runs, what they cost, and how they are published."""
+"""Means over the seeds of simulated runs, where their curves cross a target, what they cost, how they are published."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,21 @@ def mean_change(
 ) -> float | None:
     """Return the mean of ``change(value, base)`` over the seeds; None if a value is missing."""
     return mean_of_all([None if a is None or b is None else change(a, b) for a, b in zip(values, base, strict=True)])
+
+
+def crossing_of(target: float, curve: Sequence[Sequence[float]]) -> float | None:
+    """Return where the line through the points (x, y) of ``curve`` first reaches ``target``; None if it never does.
+
+    None, too, if the first point has reached it already: nobody evaluated before, so the crossing is not known.
+
+    >>> crossing_of(0.75, [[10.0, 0.5], [20.0, 1.0], [30.0, 0.5]])
+    15.0
+    """
+    if curve and curve[0][1] < target:
+        for (begin, low), (end, high) in itertools.pairwise(curve):
+            if high >= target:
+                return begin + (end - begin) * (target - low) / (high - low)
+    return None
 
 
 def points(value: float, base: float) -> float:

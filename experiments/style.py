@@ -33,22 +33,15 @@ METHODS = {
 """Colours of strategies and of widths of the pipeline."""
 ALIASES = {"width 1": "D-Sync", "pipelined": "no prediction", "ours": "width 2"}
 TITLES = {
-    "local": "no network at all",
-    "ps-sync": "parameter server, synchronous",
-    "ps-async": "parameter server, asynchronous",
+    "d-sync": "pipesgd, width 1 (synchronous)",
     "ddp": "DDP",
-    "ddp fp16": "DDP, fp16 hook",
-    "ddp powersgd": "DDP, PowerSGD hook",
-    "D-Sync, native": "pipesgd, width 1, torch's all-reduce",
-    "D-Sync, ring": "pipesgd, width 1 (synchronous)",
-    "width 2, native": "pipesgd, torch's all-reduce",
-    "width 2, ring": "pipesgd, no codec",
-    "width 2, int8": "pipesgd, int8",
-    "width 2, int4": "pipesgd, int4",
-    "width 2, ternary": "pipesgd, ternary",
-    "width 3, ring": "pipesgd, width 3, no codec",
+    "ddp-fp16": "DDP, fp16 hook",
+    "pipesgd": "pipesgd, no codec",
+    "pipesgd-int8": "pipesgd, int8",
+    "pipesgd-int4": "pipesgd, int4",
+    "local": "no network at all",
 }
-"""Contenders of comparisons as a user calls them; pipesgd is of width 2 where nothing else is said."""
+"""Systems (``experiments/systems``) as a user calls them; pipesgd is of width 2 where nothing else is said."""
 SPARE = (INDIGO, OLIVE, BLACK, YELLOW)
 """Colours for methods that somebody adds."""
 CODEC_LINES: dict[str, tuple[Any, str]] = {

@@ -27,14 +27,13 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import simulated_runs
-from experiments.contenders import NEVER
 from experiments.kept_runs import KeptRuns
 from experiments.results import code_state
 from experiments.simulated_runs import DIVERGED_LOSS, Run
 from experiments.systems import hogwild
 from experiments.systems.catalogue import HOGWILD, NAME
 from experiments.systems.workloads import NODES, Workload
-from experiments.testbed_jobs import run_training
+from experiments.testbed_jobs import NEVER, run_training
 from pipesgd.cli import parse as parse_training
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.config import TrainConfig

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experiments import figures
-from experiments.results import Panels, Row, grouped
+from experiments.figures import PaperFigure
+from experiments.results import Row, grouped
 from experiments.style import BLACK, GREY, method_styles
 from experiments.systems.accuracy import Curve, Key, best_curves
+from experiments.systems.catalogue import NAME
 from experiments.systems.table import BASELINE
 from experiments.systems.workloads import CORES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CONVERGENCE = "systems_convergence"
-"""Name of the curves."""
 SHOWN = {
     "ps-sync": "ps-sync",
     "d-sync": "D-Sync",
@@ -28,8 +28,8 @@ SHOWN = {
     "pipe-sgd-q": "pipelined, int8",
     "pipesgd-int4": "ours, int4",
 }
-"""Systems with a curve, the paper's, DDP and ours, by the names that have colours in other pictures, too."""
-TICKS = (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10)
+"""Systems with a curve, the paper's, DDP and ours, and the names by which they have colours in other pictures, too."""
+TICKS = (0.2, 0.5, 1, 2, 5, 10, 20, 50)
 SHOWN_SHARE = 0.75
 """Share of the best accuracy at which the axis of a curve begins."""
 
@@ -63,13 +63,13 @@ def plot_curves(rows: list[Row], axes: Axes) -> Axes:
     looks = method_styles(list(SHOWN.values()))
     best = 0.0
     for system, own in grouped(rows, "system").items():
-        name = SHOWN[system]
+        look = looks[SHOWN[system]]
         shortest = min(len(row["points"]) for row in own)
         points = np.array([row["points"][:shortest] for row in own], dtype=float).reshape(len(own), shortest, 2)
         x, percent = points[:, :, 0].mean(axis=0), 100 * points[:, :, 1]
-        axes.plot(x, percent.mean(axis=0), label=name, markersize=2, **looks[name])
+        axes.plot(x, percent.mean(axis=0), label=system, markersize=2, **look)
         if shortest:  # else a seed has diverged
-            axes.fill_between(x, percent.min(axis=0), percent.max(axis=0), color=looks[name]["color"], alpha=0.15)
+            axes.fill_between(x, percent.min(axis=0), percent.max(axis=0), color=look["color"], alpha=0.15)
             best = max(best, float(percent.mean(axis=0).max()))
     timed = rows[0]["timed"]
     if timed:
@@ -81,7 +81,7 @@ def plot_curves(rows: list[Row], axes: Axes) -> Axes:
         xlabel="calculated time of training (s)" if timed else "iterations",
         ylabel="test accuracy (%)",
     )
-    figures.legend_below(axes, ncols=len(SHOWN))
+    figures.legend_below(axes, ncols=4)
     return axes
 
 
@@ -122,7 +122,27 @@ def _difference(row: Row) -> str:
     return "" if row["accuracy_difference"] is None else f"({100 * row['accuracy_difference']:+.1f})"
 
 
-draw_curves = Panels(by=("panel",), plot=plot_curves, panel=(3.6, 3.2), abreast=4).save
-"""Function that writes the curves: a line of panels over iterations, and one over time."""
-draw_speedups = Panels(by=("workload", "rate", "computes"), plot=plot_speedups, panel=(4.6, 5.0), abreast=3).save
-"""Function that writes the speed-ups, with a panel for every workload and link."""
+CONVERGENCE = PaperFigure(
+    name=f"{NAME}_convergence",
+    title="Convergence",
+    caption="Test accuracy over iterations, and over the time that these take on four emulated nodes at 200 Mbit/s "
+    "with emulated accelerators, which is calculated: the methods of the Pipe-SGD paper (a parameter server, "
+    "synchronous all-reduces, and pipelines without a prediction, also with its two codecs), DDP, and pipesgd with "
+    "int4. Lines are means of three seeds, in the band from the lowest to the highest; the parameter server and DDP "
+    "have one seed.",
+    plot=plot_curves,
+    panel=(3.6, 3.2),
+    abreast=4,
+    columns="json",
+    module=NAME,
+)
+SPEEDUPS = PaperFigure(
+    name=NAME,
+    title="Speed-ups and final accuracy",
+    caption="How many times as fast as DistributedDataParallel an iteration of each system is on four emulated nodes, "
+    "measured (dots, with the 95 % interval of the median) and predicted (crosses). In brackets next to a name: by how "
+    "many points its accuracy ends above that of synchronous training.",
+    plot=plot_speedups,
+    panel=(4.6, 5.0),
+    by=("workload", "rate", "computes"),
+)

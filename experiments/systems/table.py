@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments import command
-from experiments.accuracies import seconds_to
 from experiments.paired import median, paired_ratio
 from experiments.results import Row
-from experiments.simulated_tables import mean_change, mean_of_all
+from experiments.simulated_tables import crossing_of, mean_change, mean_of_all
 from experiments.systems.accuracy import Curve, Key, best_curves
 from experiments.systems.catalogue import HOGWILD
 from experiments.systems.times import Cell
@@ -18,6 +17,8 @@ from pipesgd.strategy import hidden_share
 
 BASELINE, REFERENCE = "ddp", "d-sync"
 """Systems that times, and accuracies, are compared with."""
+BASELINES = {"ddp": BASELINE, "fp16": "ddp-fp16"}
+"""Systems that times are compared with, by their names in columns."""
 TARGET_BELOW = 0.01
 """Distance of the target below the mean accuracy that the reference ends with."""
 UNTRAINED = "no training: each rank would have a model of its own, and only its share of the samples"
@@ -36,6 +37,7 @@ NOT_MEASURED = {
     "memory_bytes": "memory: the ranks share it",
     "cpu_share": "share of the cores: a program of its own",
     "times_as_fast_as_ddp": "times as fast as DDP: no rounds with DDP",
+    "times_as_fast_as_fp16": "times as fast as DDP with fp16: no rounds with it",
 }
 """Reasons for figures that a system does not have."""
 
@@ -73,7 +75,7 @@ def rows_of(
                 "timed_with": first.setdefault(keys[name], name),
                 **_time(rounds),
                 **_prediction(cell.predictions[keys[name]], median(seconds) if seconds else None),
-                **_against(seconds, None if name == HOGWILD else cell.rounds.get(keys.get(BASELINE, ""))),
+                **_against(seconds, {} if name == HOGWILD else cell.rounds, keys),
                 "share_of_lr": share,
                 **accuracy_of(own, reference, target),
             }
@@ -120,13 +122,17 @@ def _prediction(predicted: Mapping[str, Any], measured: float | None) -> Row:
     }
 
 
-def _against(seconds: Sequence[float], baseline: Sequence[Mapping[str, float]] | None) -> Row:
-    """Return how many times as fast as DDP, in the same rounds; None without DDP, or rounds of the same job."""
-    ratio = None if baseline is None or not seconds else paired_ratio([one["seconds"] for one in baseline], seconds)
-    return {
-        f"times_as_fast_as_ddp{end}": None if ratio is None else getattr(ratio, field)
-        for end, field in (("", "median"), ("_low", "low"), ("_high", "high"))
-    }
+def _against(
+    seconds: Sequence[float], rounds: Mapping[str, Sequence[Mapping[str, float]]], keys: Mapping[str, str]
+) -> Row:
+    """Return how many times as fast as each baseline, in the same rounds of one job; None without any."""
+    found: Row = {}
+    for name, baseline in BASELINES.items():
+        of_baseline = [one["seconds"] for one in rounds.get(keys.get(baseline, ""), [])]
+        ratio = paired_ratio(of_baseline, seconds) if of_baseline and seconds else None
+        for end, field in (("", "median"), ("_low", "low"), ("_high", "high")):
+            found[f"times_as_fast_as_{name}{end}"] = None if ratio is None else getattr(ratio, field)
+    return found
 
 
 def target_of(reference: Sequence[Curve]) -> float | None:
@@ -143,7 +149,7 @@ def accuracy_of(curves: Sequence[Curve], reference: Sequence[Curve], target: flo
     """
     ends, base = [curve.end for curve in curves], [curve.end for curve in reference[: len(curves)]]
     known = [end for end in ends if end is not None]
-    crossings = [None if target is None else seconds_to(target, curve.points) for curve in curves]
+    crossings = [None if target is None else crossing_of(target, curve.points) for curve in curves]
     reached = [one for one in crossings if one is not None]
     failures = "; ".join(f"seed {seed}: {curve.failure}" for seed, curve in enumerate(curves) if curve.failure)
     if target is None:

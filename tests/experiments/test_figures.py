@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import fig04_speedups, fig05_timing_model, fig06_all_reduces, fig08_codecs, first_screen, style
+from experiments import fig05_timing_model, fig06_all_reduces, fig08_codecs, first_screen, style
 from experiments.figures import PaperFigure
-from experiments.results import RESULTS, Row, load, save
+from experiments.results import RESULTS, Row, save
 from tests.experiments._panels import check_axes, labels, panels
 
 DERIVED: dict[str, tuple[PaperFigure, Callable[[], list[Row]]]] = {
-    "fig04": (fig04_speedups.FIGURE, fig04_speedups.compute),
     "fig05": (fig05_timing_model.FIGURE, fig05_timing_model.compute),
     "fig06": (fig06_all_reduces.FIGURE, fig06_all_reduces.compute),
     "fig08": (fig08_codecs.FIGURE, fig08_codecs.compute),
@@ -49,39 +48,8 @@ def test_a_bar_ends_at_its_number_and_says_how_many_times_as_fast_it_is() -> Non
         for row, bar, text in zip(own, axes.patches, axes.texts, strict=True):
             assert text.xy[0] == bar.get_width()
             assert text.get_text().split()[0] == f"{bar.get_width():.0f}"
-            assert text.get_text().endswith("ms" if row["contender"] == "ddp" else "x")
+            assert text.get_text().endswith("ms" if row["system"] == "ddp" else "x")
         assert [label.get_text() for label in axes.get_yticklabels()][-1] == "no network at all"
-
-
-# fig04: speed-ups.
-
-
-def test_speedups_are_those_of_the_comparisons() -> None:
-    rows = {(row["panel"], row["method"]): row for row in fig04_speedups.compute()}
-    panel = "an iteration: mlp, 4 nodes at 200 Mbit/s"
-    compared = {row["contender"]: row for row in load(RESULTS / "compare_mlp_4x200mbit.csv")}
-    pipelined = compared["width 2, ring"]["ratio_to_ddp_median"]
-    assert rows[panel, "width 2, ring"]["over_ddp"] == pytest.approx(1 / pipelined)
-    ratio = compared["ps-sync"]["iteration_median_s"] / compared["width 2, ring"]["iteration_median_s"]
-    assert rows[panel, "width 2, ring"]["over_server"] == pytest.approx(ratio, rel=0.05)
-    for row in rows.values():
-        for over in ("over_server", "over_ddp"):
-            if row[f"{over}_low"] is not None:
-                assert row[f"{over}_low"] <= row[over] <= row[f"{over}_high"]
-    raced = rows["234 iterations: fashion-mnist-mlp, 4 nodes at 200 Mbit/s", "width 2, int4"]
-    assert raced["over_server"] > 5
-
-
-def test_a_comparison_shows_both_baselines_and_the_accuracy() -> None:
-    rows = fig04_speedups.FIGURE.table()
-    drawn = panels(fig04_speedups.FIGURE, rows)
-    assert len(drawn) == len(fig04_speedups.COMPARISONS) + len(fig04_speedups.run_races())
-    for axes in drawn.values():
-        assert labels(axes) == {"over ps-sync", "over ddp"}
-        assert axes.get_xlabel() == "times as fast"
-    texts = [text.get_text() for text in drawn[rows[-1]["panel"]].get_yticklabels()]
-    assert texts[-1].startswith("width 2, int4\n")
-    assert texts[-1].endswith("% accuracy")
 
 
 # fig05: the timing model.

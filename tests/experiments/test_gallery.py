@@ -57,7 +57,7 @@ def test_every_picture_is_one_of_a_result_and_none_is_missing() -> None:
 def test_a_figure_without_results_is_said_to_be_missing(tmp_path: Path) -> None:
     text = gallery.page(tmp_path)
     for figure in gallery.FIGURES:
-        assert f"Not measured yet: python -m experiments.{figure.name} does it." in text
+        assert f"Not measured yet: python -m experiments.{figure.module or figure.name} does it." in text
     assert "![" not in text
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import doctest
 
 from experiments import style
-from experiments.contenders import CONTENDERS
+
+NAMES = (
+    *("local", "ps-sync", "ps-async", "D-Sync", "D-Sync, native", "ddp", "ddp fp16", "pipelined", "pipelined, int8"),
+    *("width 2", "width 2, native", "width 2, int8", "width 2, int4", "width 2, ternary", "width 3", "ours, int4"),
+)
 
 
 def test_a_method_has_one_colour_and_a_codec_one_line_wherever_they_are_drawn() -> None:
-    styles = style.method_styles(list(CONTENDERS))
-    assert all(style.method_of(name) for name in CONTENDERS)
+    styles = style.method_styles(NAMES)
+    assert all(style.method_of(name) for name in NAMES)
     for name, look in styles.items():
         assert look == style.method_styles([name])[name] | {"marker": look["marker"]}
     looks = [(look["color"], str(look["linestyle"]), look["marker"]) for look in styles.values()]
     assert len(set(looks)) == len(looks)
     assert len(set(style.METHODS.values())) == len(style.METHODS)
-    assert styles["width 2, int8"]["color"] == styles["width 2, ring"]["color"]
+    assert styles["width 2, int8"]["color"] == styles["width 2"]["color"]
     assert styles["width 2, int8"]["linestyle"] != styles["width 2, int4"]["linestyle"]
 
 

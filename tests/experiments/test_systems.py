@@ -24,10 +24,11 @@ from _runs import run_job_on_forked_ranks, train_each_as_a_rank, train_on_forked
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments import footprint, validation_runs
+from experiments import footprint, quoted_systems, validation_runs
 from experiments.kept_runs import KeptRuns
-from experiments.results import REPOSITORY, RESULTS, code_state, load
+from experiments.results import REPOSITORY, RESULTS, code_state, load, save
 from experiments.simulated_runs import DIVERGED_LOSS, Run, batches_of, loss_of, simulate
+from experiments.simulated_tables import crossing_of
 from experiments.systems import accuracy, hogwild, pictures, table, times
 from experiments.systems.__main__ import compute, main, parse
 from experiments.systems.accuracy import Curve, diverged_at, finished_curves, is_simulated, read_points
@@ -421,7 +422,8 @@ def test_memory_that_was_freed_counts_again() -> None:
 
 # ---- Rows
 
-TITLES = {name: SYSTEMS[name].title for name in ("d-sync", "ddp", "local", "theano-easgd")} | {HOGWILD: "HogWild."}
+TITLES = {name: SYSTEMS[name].title for name in ("d-sync", "ddp", "ddp-fp16", "local", "theano-easgd")}
+TITLES |= {HOGWILD: "HogWild."}
 KEYS = {name: HOGWILD if name == HOGWILD else SYSTEMS[name].words for name in TITLES}
 
 
@@ -441,6 +443,7 @@ def cell() -> Cell:
         rounds={
             KEYS["d-sync"]: rounds(0.2, 0.3, 0.25, communication=0.1, exposed=0.09),
             KEYS["ddp"]: rounds(0.4, 0.3, 0.5, communication=0.5, exposed=0.3),
+            KEYS["ddp-fp16"]: rounds(0.2, 0.25, 0.25, communication=0.3, exposed=0.2),
             KEYS["local"]: rounds(0.1, 0.1, 0.1, communication=0, exposed=0),
             KEYS["theano-easgd"]: rounds(0.15, 0.15, 0.15, communication=0.02, exposed=0.03),
             HOGWILD: [{"seconds": 0.08, "communication_seconds": 0.0, "exposed_seconds": 0.0, "wire_bytes": 0.0}],
@@ -460,6 +463,8 @@ CURVES = {
     ("mlp", "d-sync", 1, 1.0): curve(0.6, 0.79, 0.82),
     ("mlp", "ddp", 0, 1.0): curve(0.5, 0.6, 0.9),
     ("mlp", "ddp", 1, 1.0): curve(0.5, 0.5, 0.7),
+    ("mlp", "ddp-fp16", 0, 1.0): curve(0.5, 0.7, 0.8),
+    ("mlp", "ddp-fp16", 1, 1.0): curve(0.5, 0.7, 0.82),
     ("mlp", "theano-easgd", 0, 1.0): curve(failure="diverged in iteration 3"),
     ("mlp", "theano-easgd", 1, 1.0): curve(0.5, 0.7, 0.9),
     ("mlp", HOGWILD, 0, 1.0): curve(0.2, 0.8, 0.8),
@@ -477,6 +482,7 @@ def test_times_are_medians_and_ratios_are_of_the_same_rounds() -> None:
     assert (ddp["iteration_s"], ddp["iteration_lowest_s"], ddp["iteration_highest_s"]) == (0.4, 0.3, 0.5)
     assert ddp["prediction_error"] == pytest.approx(0.1)
     assert ours["times_as_fast_as_ddp"] == pytest.approx(2.0), "of 2, 1 and 2"
+    assert ours["times_as_fast_as_fp16"] == pytest.approx(1.0), "of 1, 0.83 and 1"
     assert (ours["hidden_share"], ours["wire_bytes"]) == (pytest.approx(0.1), 1e6)
 
 
@@ -494,8 +500,16 @@ def test_the_target_is_below_what_synchronous_training_ends_with_and_every_seed_
     assert found["theano-easgd"]["failures"] == "seed 0: diverged in iteration 3"
 
 
+def test_a_crossing_is_interpolated_between_evaluations_or_not_known() -> None:
+    assert crossing_of(0.8, [[10.0, 0.7], [20.0, 0.85]]) == pytest.approx(10 + 10 * 0.1 / 0.15)
+    assert crossing_of(0.8, [[4.0, 0.7], [6.0, 0.9], [20.0, 0.7]]) == pytest.approx(5.0)
+    assert crossing_of(0.8, [[10.0, 0.7], [40.0, 0.8]]) == 40.0
+    assert crossing_of(0.8, [[1.0, 0.7]]) is crossing_of(0.8, []) is None
+    assert crossing_of(0.75, [[10, 0.8], [20, 0.7], [30, 0.9]]) is None, "crossed before anybody looked"
+
+
 def test_no_cell_is_empty_without_a_reason() -> None:
-    ratios = {f"times_as_fast_as_ddp{end}" for end in ("", "_low", "_high")}
+    ratios = {f"times_as_fast_as_{over}{end}" for over in ("ddp", "fp16") for end in ("", "_low", "_high")}
     of_ranks = {"fastest_rank_s", "slowest_rank_s"}
     for name, row in rows().items():
         empty = {column for column, value in row.items() if value is None}
@@ -509,7 +523,7 @@ def test_no_cell_is_empty_without_a_reason() -> None:
             empty -= columns
         assert empty == set()
     assert rows()[HOGWILD]["times_as_fast_as_ddp"] is None
-    assert rows()[HOGWILD]["not_measured"].endswith("no rounds with DDP"), "one host"
+    assert rows()[HOGWILD]["not_measured"].endswith("no rounds with it"), "one host"
 
 
 def test_reasons_are_said_once() -> None:
@@ -520,6 +534,20 @@ def test_reasons_are_said_once() -> None:
     assert "mlp, theano-easgd: seed 0: diverged in iteration 3" in lines
     assert "mlp, ddp: seen to cross in 1 of 2 seeds" in lines
     assert not any(line.startswith("ddp: ") for line in lines)
+
+
+def test_pages_show_every_system_and_why_a_cell_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("systems", list(rows().values()), folder=tmp_path)
+    monkeypatch.setattr(quoted_systems, "RESULTS", tmp_path)
+    head, _, *lines = quoted_systems.all_systems().splitlines()
+    assert head.startswith("| MLP | ms at 1 Gbit/s |")
+    assert head.endswith("| s to 80.00 %, calculated |")
+    assert lines[0] == f"| d-sync | 250, 2.0x (1.0 to 2.0) | 10% | 1.00 | 2 | 81.00 (+0.00) | {0.25 * 800 / 3:.1f} |"
+    assert lines[3] == "| local | 100, 4.0x (3.0 to 5.0) |  | 1.00 | 2 |  |  |"
+    assert "- `local`: hidden share: nothing is exchanged" in lines
+    assert "- `theano-easgd`: seed 0: diverged in iteration 3" in lines
+    assert sum(line.startswith("|") for line in lines) == len(TITLES)
+    assert quoted_systems.systems_of("mlp", "ddp").count("\n| ") == 1
 
 
 def test_a_target_needs_synchronous_training() -> None:
@@ -536,12 +564,12 @@ def test_the_picture_has_the_speed_of_every_system_that_was_compared_with_ddp_th
     axes = pictures.plot_speedups(list(rows().values()), Figure().subplots())
     labels = [label.get_text() for label in axes.get_yticklabels()]
     # Synchronous training ends with 81 %, DDP with 80, and HogWild has no rounds with DDP.
-    assert pictures.draw_speedups("systems", list(rows().values()), tmp_path).stat().st_size > 0
-    assert labels == ["local  ", "theano-easgd  (diverges)", "d-sync  (+0.0)", "ddp  (-1.0)"]
+    assert pictures.SPEEDUPS.save(list(rows().values()), tmp_path).stat().st_size > 0
+    assert labels == ["local  ", "theano-easgd  (diverges)", "d-sync  (+0.0)", "ddp-fp16  (+0.0)", "ddp  (-1.0)"]
     measured = [bar.lines[0].get_xydata().tolist() for bar in axes.containers]
-    assert measured == [[[pytest.approx(ratio), place]] for place, ratio in enumerate((4.0, 0.4 / 0.15, 2.0, 1.0))]
+    assert measured == [[[pytest.approx(ratio), place]] for place, ratio in enumerate((4.0, 0.4 / 0.15, 2.0, 2.0, 1.0))]
     [predicted] = [line for line in axes.get_lines() if line.get_marker() == "x" and len(line.get_xydata())]
-    assert predicted.get_xydata().tolist() == [[pytest.approx(0.4 / 0.44), 3]]
+    assert predicted.get_xydata().tolist() == [[pytest.approx(0.4 / 0.44), 4]]
 
 
 def test_curves_are_over_iterations_and_over_the_time_that_these_take_on_the_slow_link() -> None:
@@ -551,11 +579,11 @@ def test_curves_are_over_iterations_and_over_the_time_that_these_take_on_the_slo
     assert [row["panel"] for row in curves] == ["mlp"] * 4 + ["mlp, 200mbit"] * 4
     axes = pictures.plot_curves(curves[:4], Figure().subplots())
     lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.get_lines()}
-    assert lines["D-Sync"] == [[100, pytest.approx(55)], [200, pytest.approx(74.5)], [300, pytest.approx(81)]]
+    assert lines["d-sync"] == [[100, pytest.approx(55)], [200, pytest.approx(74.5)], [300, pytest.approx(81)]]
     assert axes.get_ylim() == (pytest.approx(0.75 * 81), pytest.approx(1.01 * 81))
     axes = pictures.plot_curves(curves[4:], Figure().subplots())
     lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.get_lines()}
-    assert [x for x, _ in lines["D-Sync"]] == pytest.approx([25, 50, 75]), "0.25 s an iteration"
+    assert [x for x, _ in lines["d-sync"]] == pytest.approx([25, 50, 75]), "0.25 s an iteration"
     assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "calculated time of training (s)")
 
 
