@@ -33,12 +33,6 @@ from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
-RACERS = 'ps-sync "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"'
-CODED = 'local ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4" "width 2, ternary"'
-LARGE_MLP = (
-    '--train "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 32 --lr 0.1 '
-    '--schedule one-cycle"'
-)
 STATE = Path("runs/experiments.json")
 """Record of finished experiments, relative to the folder that the command is started in (as in pipesgd.train)."""
 
@@ -67,10 +61,8 @@ class Experiment:
 
 KEEP_RUNS = (
     "codec_accuracy",
-    "compare",
     "faults",
     "fig02_breakdown",
-    "fig03_convergence",
     "islands_accuracy",
     "kill_anywhere",
     "lateness",
@@ -82,21 +74,6 @@ KEEP_RUNS = (
     "validate_timing_model",
 )
 """Modules that have ``--fresh``."""
-
-
-def _compared(workload: str, rate: str, minutes: float) -> Experiment:
-    words = f"compare --nodes 4 --rate {rate} --workload {workload}"
-    return Experiment(name=f"compare_{workload}_4x{rate}", words=words, minutes=minutes)
-
-
-def _raced(workload: str, rate: str, target: float, iterations: int, minutes: float) -> Experiment:
-    words = (
-        f"compare --nodes 4 --rate {rate} --workload {workload} --time-to-accuracy {target:g} "
-        f"--iterations {iterations} --seeds 1 --contenders {RACERS}"
-    )
-    return Experiment(name=f"accuracy_{workload}_4x{rate}", words=words, minutes=minutes)
-
-
 EXPERIMENTS = (
     Experiment(name="bench_ring", words="bench_ring --all", minutes=10),
     Experiment(name="bench_pipelined", words="bench_pipelined", minutes=10, ranks=4),
@@ -136,57 +113,11 @@ EXPERIMENTS = (
     Experiment(name="local_steps_accuracy", words="local_steps_accuracy", minutes=190),
     Experiment(name="local_steps_time", words="local_steps_time", minutes=120),
     Experiment(name="lateness", words="lateness", minutes=90),
-    Experiment(
-        name="compare_mlp_4x200mbit_codecs",
-        words="compare --nodes 4 --rate 200mbit --iterations 16 --name compare_mlp_4x200mbit_codecs "
-        f"--contenders {CODED}",
-        minutes=10,
-    ),
-    Experiment(
-        name="compare_mlp_4x1gbit_codecs",
-        words=f"compare --nodes 4 --rate 1gbit --iterations 16 --name compare_mlp_4x1gbit_codecs --contenders {CODED}",
-        minutes=8,
-    ),
-    Experiment(
-        name="accuracy_mlp_4x200mbit",
-        words="compare --nodes 4 --rate 200mbit --name accuracy_mlp_4x200mbit "
-        f"{LARGE_MLP} --time-to-accuracy 0.84 --iterations 234 --seeds 1 --contenders {RACERS}",
-        minutes=15,
-    ),
-    *(
-        Experiment(
-            name=f"time_to_accuracy_{workload}_4x200mbit",
-            words=f"compare --nodes 4 --rate 200mbit --name time_to_accuracy_{workload}_4x200mbit "
-            f"--time-to-accuracy {target:g} --iterations {iterations} --seeds 3 {options} "
-            '--contenders "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"',
-            minutes=minutes,
-        )
-        for workload, target, iterations, options, minutes in (
-            ("mlp", 0.84, 234, LARGE_MLP, 35.0),
-            ("small-convnet", 0.885, 468, "--workload small-convnet", 45.0),
-        )
-    ),
-    *(
-        _raced(workload, rate, target, iterations, minutes)
-        for workload, target, iterations, minutes_at in (
-            ("small-mlp", 0.86, 468, (13.0, 5.0)),
-            ("small-convnet", 0.885, 468, (18.0, 8.0)),
-            ("transformer", 0.54, 600, (18.0, 9.0)),
-        )
-        for rate, minutes in zip(("200mbit", "1gbit"), minutes_at, strict=True)
-    ),
-    *(
-        _compared(workload, rate, minutes)
-        for workload in ("mlp", "convnet")
-        for rate, minutes in (("100mbit", 20.0), ("200mbit", 15.0), ("1gbit", 10.0))
-    ),
     Experiment(name="systems", words="systems", minutes=8 * 60),
     Experiment(name="systems_headlines", words="systems.headlines", minutes=0.2),
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
     Experiment(name="validate_local_steps", words="validate_local_steps", minutes=27),
-    Experiment(name="paper_question", words="paper_question", minutes=1),
     Experiment(name="home_uplinks", words="home_uplinks", minutes=1),
-    Experiment(name="theano_mpi", words="theano_mpi", minutes=0.1),
     Experiment(name="jitter", words="jitter", minutes=6),
     Experiment(name="tutorial", words="tutorial", minutes=6),
     # Experiments that read the results of others come after them.
@@ -194,8 +125,6 @@ EXPERIMENTS = (
     Experiment(name="fig06_all_reduces", words="fig06_all_reduces", minutes=0.2),
     Experiment(name="fig01_schedules", words="fig01_schedules", minutes=3.0),
     Experiment(name="fig02_breakdown", words="fig02_breakdown", minutes=60.0),
-    Experiment(name="fig03_convergence", words="fig03_convergence", minutes=60.0),
-    Experiment(name="fig04_speedups", words="fig04_speedups", minutes=0.2),
     Experiment(name="fig05_timing_model", words="fig05_timing_model", minutes=0.3),
     Experiment(name="fig07_layerwise", words="fig07_layerwise", minutes=15.0),
     Experiment(name="fig08_codecs", words="fig08_codecs", minutes=0.5),

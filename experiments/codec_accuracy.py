@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments import command, contenders
-from experiments.contenders import NEVER
+from experiments import command
 from experiments.kept_runs import KeptRuns
 from experiments.paired import median
 from experiments.results import Row, code_state, save
-from experiments.testbed_jobs import run_training
+from experiments.testbed_jobs import NEVER, run_training
+from pipesgd.cli import parse as parse_training
 from pipesgd.data import make_workload
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
@@ -150,7 +150,7 @@ def compute(
 
 def parameters(model: str) -> int:
     """Return the number of parameters of the model."""
-    _, built = make_workload(contenders.config("workload", MODELS[model]))
+    _, built = make_workload(parse_training(MODELS[model].split()))
     return sum(parameter.numel() for parameter in built.parameters())
 
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from experiments import command, figures
-from experiments.contenders import WORKLOADS, config
 from experiments.figures import PaperFigure
 from experiments.limits import Cluster, ring_limit, wire_seconds
 from experiments.results import Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import trained
 from experiments.traces import Traced, breakdown, read_trace
+from experiments.workloads import WORKLOADS
+from pipesgd.cli import parse as parse_training
 from pipesgd.data import make_workload
 from pipesgd.ranks import Ranks
 from pipesgd.run.output import TRACE_FILE
@@ -62,9 +63,9 @@ def compute(*, quick: bool = False) -> list[Row]:
     with Testbed(nodes=cluster.nodes, link=cluster.link) as testbed:
         for name, (_, words, _) in SCHEDULES.items():
             line = f"{workload} --lr 0.01 --iterations {ITERATIONS} --trace {words}"
-            with trained(testbed, line, deadline=DEADLINE) as (folder, _):
+            with trained(testbed, line, deadline=DEADLINE) as folder:
                 traces[name] = read_trace(folder / TRACE_FILE)
-    _, model = make_workload(config("workload", workload))
+    _, model = make_workload(parse_training(workload.split()))
     nbytes = sum(4 * parameter.numel() for parameter in model.parameters())
     return tabulate(traces, cluster, nbytes)
 
@@ -78,7 +79,7 @@ def tabulate(traces: dict[str, list[Traced]], cluster: Cluster, nbytes: int) -> 
         own = parts[name]
         times = ComputeTimes(update=own["update"], forward=own["forward"], backward=own["backward"])
         servers = strategy == "parameter-server"
-        t_comm = wire_seconds(nbytes, min(cluster.rates)) if servers else ring_limit(cluster, nbytes)
+        t_comm = wire_seconds(nbytes, cluster.link.rate) if servers else ring_limit(cluster, nbytes)
         last = FIRST + round(end / own["iteration"]) + 3
         spans = timeline(strategy, times, t_comm, world_size=cluster.nodes, iterations=last)
         rows += _window(f"{name}, {SIMULATED}", spans, end)

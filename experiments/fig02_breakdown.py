@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from experiments import command, figures
-from experiments.contenders import WORKLOADS
 from experiments.figures import PaperFigure
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, code_state
@@ -33,6 +32,7 @@ from experiments.testbed.links import parse_rate
 from experiments.testbed_jobs import trained
 from experiments.traces import PARTS, breakdown, read_trace
 from experiments.validation_runs import ALL_MEASURED, ask, calibrate
+from experiments.workloads import WORKLOADS
 from pipesgd.ranks import Ranks
 from pipesgd.run.output import TRACE_FILE
 
@@ -103,7 +103,7 @@ def measure(workload: str, *, quick: bool) -> Measured:
     with Testbed(nodes=nodes, link=LINK) as testbed:
         for method, own in METHODS.items():
             line = f"{WORKLOADS[workload]} {own} --iterations {iterations} --trace --timeout 600"
-            with trained(testbed, line, deadline=DEADLINE) as (folder, _):
+            with trained(testbed, line, deadline=DEADLINE) as folder:
                 measured[method] = breakdown(read_trace(folder / TRACE_FILE), range(FIRST, iterations - 1))
     return Measured(commit=code_state(), measured=measured, predicted=predicted)
 

@@ -25,10 +25,9 @@ from rich.console import Console
 
 import timing_model
 from experiments import command
-from experiments.cells import sources
 from experiments.fuzzing import files, messages, words
 from experiments.fuzzing.cases import FAILURES, OUTCOMES, Target, draw, judge
-from experiments.results import Row, save
+from experiments.results import Row, save, sources
 from pipesgd.checks import check_one_of
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks

@@ -27,10 +27,9 @@ from typing import Any
 from rich.console import Console
 
 from experiments import command, forked_ranks
-from experiments.cells import sources
 from experiments.forked_ranks import DURATIONS_FILE, PHASES, TRAINING, Kill
 from experiments.kept_runs import KeptRuns
-from experiments.results import save
+from experiments.results import save, sources
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 from pipesgd.run.metrics import read_metrics

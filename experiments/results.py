@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import hashlib
 import itertools
 import json
 import operator
@@ -122,18 +123,6 @@ class Panels:
         return _write_figure(name, self.draw(rows), folder, dpi)
 
 
-def save_panels(
-    name: str,
-    panels: Sequence[Callable[[Axes], Axes]],
-    *,
-    size: tuple[float, float],
-    rows: int = 1,
-    folder: Path = RESULTS,
-) -> Path:
-    """Write ``folder/name.png``, of ``size`` in inches, with the panels row by row; return its path."""
-    return _write_figure(name, draw_panels(panels, size=size, rows=rows), folder)
-
-
 def draw_panels(panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, float], rows: int = 1) -> Figure:
     """Return a figure of ``size`` in inches with the panels, each drawn by a function, row by row."""
     # Imported here, since only one rank draws, at the end. pyplot would keep figures in a global list.
@@ -172,6 +161,15 @@ def code_state() -> str | None:
     """Return the commit that this process runs, "<hash>" or "<hash> and changes"; None without a repository."""
     git = provenance()["git"]
     return None if git is None else git["commit"] + (" and changes" if git["dirty"] else "")
+
+
+def sources(*own: Path) -> str:
+    """Return a hash of the measured code and links and of ``own``, an experiment's files, whether committed or not."""
+    digest = hashlib.sha256()
+    for root in (Path(pipesgd.__file__).parent, REPOSITORY / "experiments" / "testbed", *own):
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 @functools.cache

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments import command
-from experiments.contenders import NEVER
 from experiments.results import REPOSITORY
 from experiments.testbed import Testbed
 from pipesgd.errors import RunError
 
+NEVER = 10**9
+"""Iterations between checkpoints, more than a run has, so that no time includes one."""
 LONGEST_WORDS = 200
 """Characters of an error that are kept; the log has them all."""
 TRAINING_SECONDS = 3600.0
@@ -43,21 +44,19 @@ def run_job(
 
 
 @contextlib.contextmanager
-def trained(
-    testbed: Testbed, words: str, *, deadline: float, may_fail: bool = False
-) -> Iterator[tuple[Path, str | None]]:
-    """Run ``pipesgd.train`` with ``words`` on all nodes; yield its folder, deleted afterwards, and why it failed.
+def trained(testbed: Testbed, words: str, *, deadline: float) -> Iterator[Path]:
+    """Run ``pipesgd.train`` with ``words`` on all nodes; yield its folder, deleted afterwards.
 
     Raises:
-        RunError: the training failed without ``may_fail``.
+        RunError: the training failed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, log = Path(name) / "run", Path(name) / "log"
         job = ["-m", "pipesgd.train", *shlex.split(words), "--checkpoint-iterations", str(NEVER)]
         failure = run_job(testbed, [*job, "--output", str(folder)], log, deadline=deadline)
-        if failure is not None and not may_fail:
+        if failure is not None:
             raise RunError(f"pipesgd.train {words} must succeed; got {failure}")
-        yield folder, failure
+        yield folder
 
 
 def run_training(words: Sequence[str], world_size: int) -> str | None:

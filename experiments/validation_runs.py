@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.contenders import WORKLOADS
 from experiments.results import code_state
 from experiments.testbed import Link, Testbed
 from experiments.testbed.links import parse_latency, parse_rate
 from experiments.testbed_jobs import last_words, run_job
+from experiments.workloads import WORKLOADS
 from pipesgd.cli import parse as parse_training
 from pipesgd.errors import RunError
 from pipesgd.planning.audition import UNTIMED

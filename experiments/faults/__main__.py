@@ -20,12 +20,11 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import command
-from experiments.cells import sources
 from experiments.faults.outcome import Observation, Scenario, misses, row
 from experiments.faults.scenarios import QUICK, SCENARIOS
 from experiments.faults.stage import Stage
 from experiments.kept_runs import KeptRuns
-from experiments.results import save
+from experiments.results import save, sources
 from experiments.testbed import Link, Testbed, TestbedFailedError
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks

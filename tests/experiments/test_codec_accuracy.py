@@ -13,7 +13,6 @@ from rich.console import Console
 
 from experiments import codec_accuracy
 from experiments.codec_accuracy import CODECS, Run, compute, parse, plan, runs_in, summarize, verdict
-from experiments.contenders import config
 from experiments.results import RESULTS, Row, load
 from experiments.testbed_jobs import run_training
 from pipesgd.cli import parse as parse_training
@@ -52,7 +51,7 @@ def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
         got = parse_training(one.words.split())
         assert (got.optimization.seed, got.pipeline.width) == (one.seed, 1)
         assert got.compression.stochastic == (one.codec in ("int8 stochastic", "ternary", "qsgd"))
-        assert got.compression == config("codec", CODECS[one.codec]).compression
+        assert got.compression == parse_training(CODECS[one.codec].split()).compression
     quick = plan(["mlp"], ["fp32"], 1, quick=True)
     assert "--iterations 30" in quick[0].words
     assert "--epochs" not in quick[0].words

@@ -20,11 +20,10 @@ from experiments import (
     fuzz,
     kill_anywhere,
 )
-from experiments.cells import sources
 from experiments.faults import __main__ as faults
 from experiments.faults import stage
 from experiments.fuzzing import cases
-from experiments.results import RESULTS
+from experiments.results import RESULTS, sources
 from pipesgd.cli import HelpRequested
 from pipesgd.errors import UserInputError
 from timing_model import job

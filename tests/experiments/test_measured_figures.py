@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 
-from experiments import fig01_schedules, fig02_breakdown, fig03_convergence, fig07_layerwise, style
+from experiments import fig01_schedules, fig02_breakdown, fig07_layerwise
 from experiments.limits import Cluster, ring_limit
 from experiments.testbed import Link
 from pipesgd.cli import parse as parse_training
-from pipesgd.run.metrics import SECONDS
 from tests.experiments._panels import check_axes, labels, panels
 from tests.experiments._traces import trace_of
 from timing_model.trace import COMPUTATION, UPDATE
@@ -73,65 +68,11 @@ def test_measured_bars_have_predicted_ones_beside_them() -> None:
 
 
 def test_every_method_of_the_breakdown_is_one_that_trains_and_that_can_be_predicted() -> None:
-    from experiments.contenders import WORKLOADS
+    from experiments.workloads import WORKLOADS
 
     for workload in fig02_breakdown.CHOSEN:
         for words in fig02_breakdown.METHODS.values():
             parse_training(f"{WORKLOADS[workload]} {words}".split())
-
-
-# fig03: convergence.
-
-
-def run(values: list[float], failure: str | None = None) -> fig03_convergence.Run:
-    points = [[10.0 * (index + 1), 1.5 * (index + 1), value] for index, value in enumerate(values)]
-    return fig03_convergence.Run(
-        started="2026-11-22", commit="c0ffee", failure=failure, losses=points, accuracies=points[1:]
-    )
-
-
-def test_curves_have_bands_and_a_run_that_diverges_says_so() -> None:
-    runs = {
-        ("D-Sync", 0): run([2.0, 1.0, 0.5]),
-        ("D-Sync", 1): run([2.2, 1.2, 0.7]),
-        ("pipelined", 0): run([2.0], failure="loss must be finite"),
-        ("ours, int4", 0): run([2.0, 0.9, 0.4]),
-    }
-    drawn = panels(fig03_convergence.FIGURE, fig03_convergence.tabulate(runs))
-    assert len(drawn) == 4
-    for axes in drawn.values():
-        check_axes(axes)
-        assert labels(axes) == {"D-Sync", "pipelined (diverged)", "ours, int4"}
-    loss = drawn[fig03_convergence.LOSS_BY_TIME]
-    line = next(line for line in loss.lines if line.get_label() == "D-Sync")
-    np.testing.assert_allclose(line.get_xdata(), [1.5, 3.0, 4.5])
-    np.testing.assert_allclose(line.get_ydata(), [2.1, 1.1, 0.6])
-    assert to_hex(str(line.get_color())).upper() == style.METHODS["D-Sync"]
-    accuracy = drawn[fig03_convergence.ACCURACY_BY_ITERATION]
-    line = next(line for line in accuracy.lines if line.get_label() == "ours, int4")
-    np.testing.assert_allclose(line.get_ydata(), [90.0, 40.0])
-    np.testing.assert_allclose(line.get_xdata(), [20.0, 30.0])
-
-
-def test_curves_are_read_from_a_runs_folder_even_if_it_ended_early(tmp_path: Path) -> None:
-    seconds = dict.fromkeys(SECONDS, 0.5)
-    rest = {"epoch": 0, "lr": 0.1, "samples_per_second": 1.0, "wire_bytes": 0, "skipped": 0, "seconds": seconds}
-    lines = [
-        {"iteration": index, "loss": 4.0 - index, "test_accuracy": 0.8 if index == 1 else None, **rest}
-        for index in range(4)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    losses, accuracies = fig03_convergence.read_curves(tmp_path, bins=2)
-    assert losses == [[2.0, 1.0, 3.5], [4.0, 2.0, 1.5]]
-    assert accuracies == [[2.0, 1.0, 0.8]]
-    (tmp_path / "summary.json").write_text(json.dumps({"final": {"test_accuracy": 0.9}}))
-    assert fig03_convergence.read_curves(tmp_path)[1][-1] == [4.0, 2.0, 0.9]
-
-
-def test_every_run_of_the_convergence_is_one_that_trains() -> None:
-    for words in fig03_convergence.METHODS.values():
-        config = parse_training(f"{fig03_convergence.RECIPE} --epochs 4 {words}".split())
-        assert config.data.batch_size == 128
 
 
 # fig07: layer-wise.

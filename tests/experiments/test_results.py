@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
 
-from experiments import compare_plan
 from experiments.results import RESULTS, Panels, Row, command_line, command_of, load, save
 
 ROWS: list[Row] = [
@@ -57,28 +55,14 @@ def test_the_command_line_holds_no_path_of_this_machine(word: str, monkeypatch: 
 
 
 def test_the_command_line_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--contenders", "width 2, int8"])
-    assert command_line().endswith("--contenders 'width 2, int8'")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--name", "two words"])
+    assert command_line().endswith("--name 'two words'")
 
 
 @pytest.mark.parametrize("word", ["--output runs", "--output 'my runs'", "'--output=my runs'"])
 def test_a_quoted_command_does_not_say_where_its_results_were_written(word: str) -> None:
-    manifest = {"made_by": f"python -m experiments.compare {word} --contenders 'width 2, int8'"}
-    assert command_of(manifest) == "python -m experiments.compare --contenders 'width 2, int8'"
-
-
-COMPARISONS = ["accuracy_*.manifest.json", "compare_*x*.manifest.json"]
-"""Results whose commands have arguments with spaces in them: names of contenders."""
-
-
-@pytest.mark.parametrize("name", sorted(path.name for glob in COMPARISONS for path in RESULTS.glob(glob)))
-def test_the_command_of_a_comparison_can_be_typed_again(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compare_plan, "_measures", lambda *_: (7_000_000, 29))  # set by data and model
-    python, option, module, *words = shlex.split(command_of(json.loads((RESULTS / name).read_text())))
-    assert (python, option, module) == ("python", "-m", "experiments.compare")
-    compare_plan.parse([*words, "--output", str(tmp_path)], by_torchrun=False)
+    manifest = {"made_by": f"python -m experiments.bench_ring {word} --name 'two words'"}
+    assert command_of(manifest) == "python -m experiments.bench_ring --name 'two words'"
 
 
 def test_a_figure_has_a_panel_for_every_value(tmp_path: Path) -> None:

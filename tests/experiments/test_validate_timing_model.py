@@ -221,7 +221,7 @@ def test_published_profiles_do_not_name_machines_and_folders(tmp_path: Path) -> 
 
 
 def test_a_short_run_chooses_and_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that chooses is the user's command on a testbed; a test of experiments.compare has the other jobs there."""
+    """A run that chooses is the user's command on a testbed; a test of bench_islands has another job there."""
     if reason := obstacle():
         pytest.skip(reason)
     monkeypatch.setattr(validation_runs, "run_job", run_job_on_forked_ranks)

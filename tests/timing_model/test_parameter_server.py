@@ -60,7 +60,7 @@ def test_the_logs_measurements_lie_between(rate: float, t_compute: float, measur
 
 
 def test_loads_of_cards() -> None:
-    """Loads are those of experiments/limits.py: all gradients in, then all weights out, over the fullest NIC."""
+    """All gradients come in, then all weights go out, over the fullest NIC."""
     link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
     for world_size, servers, placement, load in (
         (4, 1, "colocated", 3.0),
