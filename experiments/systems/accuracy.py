@@ -6,8 +6,9 @@ the same weights on any network, and those that do not depend on the speed of ea
 shared cores. Systems that share all options with an effect on weights share a run. Those whose gradients are the sums
 of synchronous training, added up in another order, train on real ranks with one seed, and all others with every seed.
 
-The learning rate is one that suits synchronous training. Late gradients without a prediction may diverge at it, so
-systems with these are trained at a quarter of it, too, and the better of both counts.
+The learning rate is one that suits synchronous training. Late gradients without a prediction, and ranks that are moved
+by an elastic force or by an outer momentum, may diverge at it, so systems with these are trained at a quarter of it,
+too, and the better of both counts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 EVALUATIONS = 6
 """Most evaluations of a run, between two of which the crossing of a target is interpolated."""
 SHARES = (1.0, 0.25)
-"""Shares of a workload's learning rate with which systems with late gradients and no prediction are trained."""
+"""Shares of a workload's learning rate with which systems are trained that may need a lower one."""
 Key = tuple[str, str, int, float]
 """Key of a training: workload, system, seed, and share of the workload's learning rate."""
 SIMULATED_FIELDS = (
@@ -100,12 +101,16 @@ def is_synchronous(config: TrainConfig) -> bool:
     return pipeline.strategy == "ps-sync" or (pipeline.strategy == "ddp" and pipeline.ddp_hook == "none")
 
 
-def is_late(config: TrainConfig) -> bool:
-    """Return True if gradients are applied to other weights than those that they were computed with, unpredicted."""
+def may_need_less(config: TrainConfig) -> bool:
+    """Return True if training may diverge at a learning rate that suits synchronous training.
+
+    Gradients are applied to other weights than those that they were computed with, unpredicted, or something other than
+    a mean moves the weights of ranks that train by themselves.
+    """
     pipeline = config.pipeline
     if pipeline.strategy == "pipelined":
-        return pipeline.width > 1 and pipeline.prediction == "none"
-    return pipeline.strategy == "ps-async"
+        return (pipeline.width > 1 and pipeline.prediction == "none") or pipeline.outer in ("elastic", "nesterov")
+    return pipeline.strategy in ("ps-async", "easgd-async")
 
 
 def plan(workloads: Mapping[str, Workload], words_of_systems: Mapping[str, str], seeds: int) -> dict[Key, Planned]:
@@ -122,7 +127,7 @@ def plan(workloads: Mapping[str, Workload], words_of_systems: Mapping[str, str],
             continue
         window = config.pipeline.local_steps  # after which all ranks have the same weights
         every = window * math.ceil(one.iterations / EVALUATIONS / window)
-        shares = SHARES if own_program or is_late(config) else SHARES[:1]
+        shares = SHARES if own_program or may_need_less(config) else SHARES[:1]
         once = is_synchronous(config) and not is_simulated(config)
         for seed, share in itertools.product(range(1 if once else seeds), shares):
             length = f"--iterations {one.iterations} --evaluate-iterations {every} --seed {seed}"
