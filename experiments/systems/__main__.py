@@ -12,8 +12,8 @@ A system is a file NAME.toml in this folder, also for pipesgd.train --config; it
   model (on an accelerator without activations, and without that of processes that load). The timing model has
   predicted the seconds before, from a calibration.
 - Accuracy is that after the same number of samples, on every fourth test sample, of three seeds, on simulated or real
-  ranks (accuracy.py), at the learning rate of synchronous training, or a quarter of it where gradients are late,
-  unpredicted, and end better so.
+  ranks (accuracy.py), at the learning rate of synchronous training, or a quarter of it where that ends better and
+  the system may need a lower one.
 - Time to accuracy is calculated, not measured: iterations to the target times the time of an iteration. The target is
   one point below the accuracy that d-sync ends with.
 

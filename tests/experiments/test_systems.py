@@ -201,19 +201,21 @@ def test_systems_that_train_alike_share_their_trainings() -> None:
 SYNCHRONOUS = {"ddp", "ps-sync", "theano-ar", "theano-asa", "theano-subgd", "theano-loading"}
 SYNCHRONOUS |= {"pmls-wait-free", "pmls-managed", "pmls-structure-aware"}
 LATE = {"pipe-sgd", "pipe-sgd-t", "pipe-sgd-q", "ps-async", "pmls-ssp", HOGWILD}
+TRAINED_BY_THEMSELVES = {"theano-easgd", "theano-easgd-async", "diloco"}
 
 
-def test_synchronous_sums_in_another_order_train_once_and_late_gradients_at_two_learning_rates() -> None:
+def test_synchronous_sums_in_another_order_train_once_and_what_may_diverge_at_two_learning_rates() -> None:
     planned = accuracy.plan({"mlp": WORKLOADS["mlp"]}, TRAINED, 3)
     trainings: dict[str, set[tuple[int, float]]] = {}
     for _, name, seed, share in planned:
         trainings.setdefault(name, set()).add((seed, share))
     assert TRAINED.keys() - trainings.keys() == {"local"}, "no way to train"
     assert {name for name, one in trainings.items() if one == {(0, 1.0)}} == SYNCHRONOUS
-    assert {name for name, one in trainings.items() if one == set(itertools.product(range(3), (1.0, 0.25)))} == LATE
-    others = trainings.keys() - SYNCHRONOUS - LATE
+    twice = LATE | TRAINED_BY_THEMSELVES
+    assert {name for name, one in trainings.items() if one == set(itertools.product(range(3), (1.0, 0.25)))} == twice
+    others = trainings.keys() - SYNCHRONOUS - twice
     assert all(trainings[name] == {(seed, 1.0) for seed in range(3)} for name in others)
-    for name in LATE - {HOGWILD}:
+    for name in twice - {HOGWILD}:
         rates = {parsed(planned["mlp", name, 0, share].words).optimization.lr for share in (1.0, 0.25)}
         assert rates == {0.1, 0.025}
 
