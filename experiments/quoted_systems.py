@@ -47,7 +47,8 @@ def systems_of(workload: str, *names: str) -> str:
     why: dict[str, list[str]] = {}
     for name, of_place in chosen.items():
         first = of_place[places[0]]
-        text = partial(text_of, first, missing="")
+        timed = next((row for row in of_place.values() if row["iteration_s"] is not None), first)
+        text, of_times = (partial(text_of, row, missing="") for row in (first, timed))
         accuracy = text("accuracy_mean", ".2f", 100)
         if accuracy and first["accuracy_difference"] is not None:
             accuracy += f" ({100 * first['accuracy_difference']:+.2f})"
@@ -55,9 +56,9 @@ def systems_of(workload: str, *names: str) -> str:
             [
                 name,
                 *(_time(of_place[place]) for place in places),
-                text("hidden_share", ".0%"),
-                text("wire_bytes", ".2f", 1e-6),
-                text("memory_bytes", ".0f", 1e-6),
+                of_times("hidden_share", ".0%"),
+                of_times("wire_bytes", ".2f", 1e-6),
+                of_times("memory_bytes", ".0f", 1e-6),
                 accuracy,
                 text("time_to_target_s", ".1f"),
             ]
