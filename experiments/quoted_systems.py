@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from experiments.command import text_of
@@ -17,6 +18,7 @@ from experiments.systems.workloads import CORES, PLACES
 WORKLOADS = {"mlp": "MLP", "alexnet": "AlexNet"}
 """Names of workloads in a heading, where they differ from those of the table."""
 OURS = ("pipesgd", "pipesgd-int8", "pipesgd-int4")
+DDP = "times_as_fast_as_ddp"
 EMPTY = ("not_measured", "failures", "not_reached")
 """Columns with the reasons for empty cells."""
 
@@ -159,6 +161,75 @@ def next_to_servers() -> str:
     )
 
 
+def learnt() -> str:
+    """Return what the table says and the systems' authors did not: a list of ten sentences."""
+    slow, fast, cores = PLACES
+    found = the_table()
+
+    def of(system: str, column: str, place: tuple[str, str] = slow) -> list[float]:
+        """Return the figures of a column on all workloads, of which some may be missing."""
+        rows = (of_systems[system][place] for of_systems in found.values())
+        return [row[column] for row in rows if row[column] is not None]
+
+    def over(system: str, other: str, place: tuple[str, str] = slow) -> list[float]:
+        """Return the times of an iteration on all workloads, as multiples of those of another system."""
+        return [
+            one / two for one, two in zip(*(of(name, "iteration_s", place) for name in (system, other)), strict=True)
+        ]
+
+    def points(*systems: str) -> str:
+        return _span([100 * one for name in systems for one in of(name, "accuracy_difference")], "+.2f")
+
+    hidden, soonest = max((of_systems["ddp"][fast]["hidden_share"], name) for name, of_systems in found.items())
+    best = max(
+        of_place[fast]["times_as_fast_as_ddp"] or 0.0 for name, of_place in found[soonest].items() if name != "local"
+    )
+    server = found["mlp"]["ps-async"][slow]
+    predicted = [
+        1e3 * (one - two)
+        for one, two in zip(*(of(name, "iteration_s", fast) for name in ("pipesgd-int8", "pipe-sgd-q")), strict=True)
+    ]
+    factors = [
+        one / two
+        for one, two in zip(*(of(name, "wire_bytes", cores) for name in ("pmls-structure-aware", "ddp")), strict=True)
+    ]
+    sentences = (
+        f"With one synchronous server an iteration takes {_span([1 / one for one in of('ps-sync', DDP)], '.1f')} times "
+        "as long as with DDP at 200 Mbit/s, so a speed-up over such a server, as the authors of Pipe-SGD report it, is "
+        "as much larger than one over what people use today.",
+        f"Width 2 without a codec is {_span(of('pipesgd', DDP), '.1f')} times as fast as DDP there, and with int4 "
+        f"{_span(of('pipesgd-int4', DDP), '.1f')} times: overlap saves no more than the shorter of computation and "
+        "communication, so on slow links most of the gain is the codec's.",
+        "Without a prediction, at the better of two learning rates, Pipe-SGD ends at "
+        f"{points('pipe-sgd', 'pipe-sgd-t', 'pipe-sgd-q')} points from synchronous training; with it, at the learning "
+        f"rate of synchronous training, at {points(*OURS)}.",
+        "A prediction is not free: where communication is hidden, at 1 Gbit/s, an iteration with int8 takes "
+        f"{_span(predicted, '.0f')} ms longer with it, on hosts whose cores also move the bytes.",
+        f"What DDP hides depends on where a model has its values: with the {WORKLOADS.get(soonest, soonest)}, whose "
+        f"largest layer is complete early in the backward pass, it is {hidden:.0%} of the communication at 1 Gbit/s, "
+        f"and the fastest system is {best:.1f} times as fast.",
+        f"ASA takes {_span(over('theano-asa', 'theano-ar'), '.2f')} times as long as AR here, with sums on processors "
+        "in both, so what its authors gained was probably due to sums on GPUs.",
+        "AWAGD averages weights and the optimizer's state, and SUBGD only updates, with SGD for the same result: "
+        f"an iteration takes {_span(over('theano-awagd', 'theano-subgd'), '.1f')} times as long at 200 Mbit/s.",
+        f"With an asynchronous server the MLP's iteration takes {1e3 * server['fastest_rank_s']:.0f} ms on the fastest "
+        f"rank, which is on the server's node, and {1e3 * server['slowest_rank_s']:.0f} ms on the slowest: one slow "
+        "link for all makes ranks unequal that are alike.",
+        f"Factors and rows (structure-aware communication) send {_span(factors, '.0%')} of DDP's bytes in these small "
+        f"batches and are {_span(of('pmls-structure-aware', DDP, cores), '.1f')} times as fast as it on two cores, "
+        "with no gradient late and none rounded.",
+        "EASGD and DiLoCo gain by sending less often, and at the better of two learning rates they end at "
+        f"{points('theano-easgd', 'theano-easgd-async', 'diloco')} points from synchronous training.",
+    )
+    return "\n".join(f"{number}. {one}" for number, one in enumerate(sentences, start=1))
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """Return the lowest and the highest of these values in a text, or the one that both are in this form."""
+    ends = [format(end, form) for end in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
+
+
 def headlines() -> str:
     """Return the speed-ups that authors of other systems reported, next to the timing model's."""
     rows = [row for row in load(RESULTS / "systems_headlines.csv") if row["cell"] is None]
@@ -183,5 +254,6 @@ SYSTEMS = (
     times_to_target,
     accuracy_next_to_synchronous,
     next_to_servers,
+    learnt,
     headlines,
 )
