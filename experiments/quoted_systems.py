@@ -83,7 +83,7 @@ def _time(row: Row) -> str:
     """Return the time of an iteration, and how many times as fast as DDP that is, with its interval."""
     if row["iteration_s"] is None:
         return ""
-    return f"{1e3 * row['iteration_s']:.0f}" + ("" if row["times_as_fast_as_ddp"] is None else f", {_times(row)}")
+    return f"{1e3 * row['iteration_s']:.0f}" + ("" if row[DDP] is None else f", {_times(row)}")
 
 
 def _times(row: Row, over: str = "ddp") -> str:
@@ -101,7 +101,7 @@ def speed_up() -> str:
     found = the_table()
     mlp, hidden = found["mlp"], found["convnet"]["pipesgd-int4"][PLACES[1]]
     slow, fast, cores = (mlp["pipesgd-int4"][place] for place in PLACES)
-    plain = [mlp["pipesgd"][place]["times_as_fast_as_ddp"] for place in PLACES[:2]]
+    plain = [mlp["pipesgd"][place][DDP] for place in PLACES[:2]]
     milliseconds = slow["computes"].removesuffix("ms")
     return (
         f"**At 200 Mbit/s, an iteration with int4 is {_times(slow)} as fast as that of DDP on gloo, and "
@@ -171,28 +171,19 @@ def learnt() -> str:
         rows = (of_systems[system][place] for of_systems in found.values())
         return [row[column] for row in rows if row[column] is not None]
 
-    def over(system: str, other: str, place: tuple[str, str] = slow) -> list[float]:
-        """Return the times of an iteration on all workloads, as multiples of those of another system."""
-        return [
-            one / two for one, two in zip(*(of(name, "iteration_s", place) for name in (system, other)), strict=True)
-        ]
+    def over(system: str, other: str, place: tuple[str, str] = slow, column: str = "iteration_s") -> list[float]:
+        """Return the figures of a column on all workloads, as multiples of those of another system."""
+        return [one / two for one, two in zip(of(system, column, place), of(other, column, place), strict=True)]
 
     def points(*systems: str) -> str:
         return _span([100 * one for name in systems for one in of(name, "accuracy_difference")], "+.2f")
 
     hidden, soonest = max((of_systems["ddp"][fast]["hidden_share"], name) for name, of_systems in found.items())
-    best = max(
-        of_place[fast]["times_as_fast_as_ddp"] or 0.0 for name, of_place in found[soonest].items() if name != "local"
-    )
+    best = max(of_place[fast][DDP] or 0.0 for name, of_place in found[soonest].items() if name != "local")
     server = found["mlp"]["ps-async"][slow]
-    predicted = [
-        1e3 * (one - two)
-        for one, two in zip(*(of(name, "iteration_s", fast) for name in ("pipesgd-int8", "pipe-sgd-q")), strict=True)
-    ]
-    factors = [
-        one / two
-        for one, two in zip(*(of(name, "wire_bytes", cores) for name in ("pmls-structure-aware", "ddp")), strict=True)
-    ]
+    int8 = (of(name, "iteration_s", fast) for name in ("pipesgd-int8", "pipe-sgd-q"))
+    predicted = [1e3 * (one - two) for one, two in zip(*int8, strict=True)]
+    factors = over("pmls-structure-aware", "ddp", cores, "wire_bytes")
     sentences = (
         f"With one synchronous server an iteration takes {_span([1 / one for one in of('ps-sync', DDP)], '.1f')} times "
         "as long as with DDP at 200 Mbit/s, so a speed-up over such a server, as the authors of Pipe-SGD report it, is "

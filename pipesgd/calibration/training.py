@@ -115,9 +115,11 @@ class Training:
         """Time at which each parameter of the first way's model last had its gradient, by its number."""
         self._released: list[list[float]] = []
         """Shares of the backward pass after which those gradients were complete, of every timed iteration."""
-        self._trained = [one for one in self._strategies[0].module.parameters() if one.requires_grad]
-        for number, parameter in enumerate(self._trained):
+        trained = [one for one in self._strategies[0].module.parameters() if one.requires_grad]
+        for number, parameter in enumerate(trained):
             parameter.register_post_accumulate_grad_hook(partial(self._note, number))
+        self._gradients = len(trained)
+        """Number of those parameters."""
         self._paces = [0.0] * len(self._strategies)
         """Seconds of an iteration in each way, as of the last lap."""
         self._due = 0.0
@@ -156,7 +158,8 @@ class Training:
     def released(self) -> list[float]:
         """Return the share of the backward pass, of the last micro-batch, after which each parameter has its gradient:
         medians of the timed iterations of the first way, in the order of the model's parameters that are trained."""
-        return [float(share) for share in np.median(self._released, axis=0)]
+        shares: list[float] = np.median(self._released, axis=0).tolist()
+        return shares
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +178,7 @@ class Training:
     def _shares(self, backward: Span) -> list[float]:
         """Return the share of the ``backward`` pass after which each gradient was complete; 1 for one that has none."""
         begin, seconds = backward.start, max(backward.seconds, sys.float_info.min)
-        ends = (self._completed.get(number, backward.end) for number in range(len(self._trained)))
+        ends = (self._completed.get(number, backward.end) for number in range(self._gradients))
         return [min(1.0, max(0.0, (end - begin) / seconds)) for end in ends]
 
     def _train(self, way: int, iterations: int) -> list[list[float]]:
@@ -183,8 +186,8 @@ class Training:
         times = []
         with contextlib.closing(self._batches.from_iteration(strategy.iteration)) as samples:
             for number in range(iterations):
-                cpu, begin = time.thread_time(), time.perf_counter()
                 self._completed.clear()
+                cpu, begin = time.thread_time(), time.perf_counter()
                 _, spans = forward_backward(strategy, samples, self._config, scaler, number)
                 computed, cpu = time.perf_counter(), time.thread_time() - cpu
                 report = strategy.step()
