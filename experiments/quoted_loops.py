@@ -187,7 +187,8 @@ def on_a_gpu() -> str:
     return (
         "Where the ranks compute on a GPU (ResNet-18, 128 samples a rank; four emulated nodes share an H100, so DDP "
         f"runs on gloo, not nccl), an iteration with int4 is {', '.join(ratios[:-1])} and {ratios[-1]}, in brackets "
-        f"next to DDP with its fp16 hook. Most of this is the codec: {share}."
+        "next to DDP with its fp16 hook. DDP's times include its broadcast of the model's buffers. Most of the gain is "
+        f"the codec's: {share}."
     )
 
 

@@ -116,6 +116,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         "workloads": {
             name: f"{one.trained()} --iterations {one.iterations}"
             for name, one in (QUICK if arguments.quick else WORKLOADS).items()
+            if name in {row["workload"] for row in rows}
         },
         "systems": {name: one.words for name, one in systems().items() if name in {row["system"] for row in rows}},
         "made_with": made_with,

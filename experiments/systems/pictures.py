@@ -31,7 +31,7 @@ SHOWN = {
 """Systems with a curve, the paper's, DDP and ours, and the names by which they have colours in other pictures, too."""
 TICKS = (0.2, 0.5, 1, 2, 5, 10, 20, 50)
 SHOWN_SHARE = 0.75
-"""Share of the best accuracy at which the axis of a curve begins."""
+"""Share of the best accuracy at which the axis of a curve begins, unless a curve ends lower."""
 
 
 def curve_rows(rows: Sequence[Row], curves: Mapping[Key, Curve]) -> list[Row]:
@@ -61,7 +61,7 @@ def curve_rows(rows: Sequence[Row], curves: Mapping[Key, Curve]) -> list[Row]:
 def plot_curves(rows: list[Row], axes: Axes) -> Axes:
     """Draw a panel of curves: the mean of the seeds, and the band between the lowest and the highest."""
     looks = method_styles(list(SHOWN.values()))
-    best = 0.0
+    ends = []
     for system, own in grouped(rows, "system").items():
         look = looks[SHOWN[system]]
         shortest = min(len(row["points"]) for row in own)
@@ -70,12 +70,12 @@ def plot_curves(rows: list[Row], axes: Axes) -> Axes:
         axes.plot(x, percent.mean(axis=0), label=system, markersize=2, **look)
         if shortest:  # else a seed has diverged
             axes.fill_between(x, percent.min(axis=0), percent.max(axis=0), color=look["color"], alpha=0.15)
-            best = max(best, float(percent.mean(axis=0).max()))
+            ends.append(float(percent.mean(axis=0)[-1]))
     timed = rows[0]["timed"]
     if timed:
         axes.set_xscale("log")
-    if best > 0:
-        axes.set_ylim(SHOWN_SHARE * best, 1.01 * best)
+    if ends:
+        axes.set_ylim(min(SHOWN_SHARE * max(ends), 0.95 * min(ends)), 1.01 * max(ends))
     axes.set(
         title=rows[0]["panel"],
         xlabel="calculated time of training (s)" if timed else "iterations",

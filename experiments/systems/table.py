@@ -35,7 +35,7 @@ NOT_MEASURED = {
     "hidden_share": "hidden share: nothing is exchanged",
     "fastest_rank_s": "fastest and slowest rank: it has the time of the first one alone",
     "memory_bytes": "memory: the ranks share it",
-    "cpu_share": "share of the cores: a program of its own",
+    "cpu_share": "share of the cores: it has processes that are not counted",
     "times_as_fast_as_ddp": "times as fast as DDP: no rounds with DDP",
     "times_as_fast_as_fp16": "times as fast as DDP with fp16: no rounds with it",
 }
@@ -79,6 +79,8 @@ def rows_of(
                 "share_of_lr": share,
                 **accuracy_of(own, reference, target),
             }
+            if "--loader-workers" in keys[name]:
+                row["cpu_share"] = None
             reached, iteration = row["iterations_to_target"], row["iteration_s"]
             row["not_reached"] = row["not_reached"] or TIME_OF_OTHERS.get(name) or cell.not_timed.get(keys[name], "")
             row["time_to_target_s"] = None if row["not_reached"] else reached * iteration
@@ -144,12 +146,16 @@ def target_of(reference: Sequence[Curve]) -> float | None:
 def accuracy_of(curves: Sequence[Curve], reference: Sequence[Curve], target: float | None) -> Row:
     """Return the accuracies of the seeds of one system, and the iterations to ``target``: their median over seeds.
 
-    There are no iterations unless every seed was seen to cross it: a median of those that did would be of the lucky.
+    There are no iterations unless every seed was seen to cross it, and ends no lower: a median of those that did would
+    be of the lucky.
     Seeds are compared with the same ones of the reference.
     """
     ends, base = [curve.end for curve in curves], [curve.end for curve in reference[: len(curves)]]
     known = [end for end in ends if end is not None]
-    crossings = [None if target is None else crossing_of(target, curve.points) for curve in curves]
+    crossings = [
+        None if target is None or one.end is None or one.end < target else crossing_of(target, one.points)
+        for one in curves
+    ]
     reached = [one for one in crossings if one is not None]
     failures = "; ".join(f"seed {seed}: {curve.failure}" for seed, curve in enumerate(curves) if curve.failure)
     if target is None:
@@ -157,7 +163,7 @@ def accuracy_of(curves: Sequence[Curve], reference: Sequence[Curve], target: flo
     elif not curves:
         why = failures = UNTRAINED
     elif len(reached) < len(curves):
-        why = f"seen to cross in {len(reached)} of {len(curves)} seeds"
+        why = f"seen to reach it and not to end below in {len(reached)} of {len(curves)} seeds"
         if early := sum(curve.points[0][1] >= target for curve in curves if curve.points):
             why += f", and in {early} above it in the first evaluation"
     else:

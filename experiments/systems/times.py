@@ -125,6 +125,7 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
     Raises:
         RunError: a job failed.
     """
+    commit = code_state()
     base = workload.timed(setting.computes)
     quick, rounds = setting.quick, QUICK_ROUNDS if setting.quick else ROUNDS
     configs = {words: parse_training(shlex.split(f"{base} {words}")) for words in words_of_systems}
@@ -156,7 +157,7 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
         of_systems[HOGWILD] = [{"seconds": outcome.iteration_s} | nothing]
         predictions[HOGWILD] = {"reason": "the timing model has no shared memory"}
     return Cell(
-        commit=code_state(),
+        commit=commit,
         workload=setting.workload,
         rate=setting.rate,
         computes=setting.computes,

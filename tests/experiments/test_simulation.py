@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,15 +54,17 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(1), mlp)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+}
 
 
-def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor]]]:
+def _train(ranks: Ranks, optimizer: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     results = []
-    for case in cases:
+    for case in CASES.values():
         model = _model()
-        pipeline = Pipelined(model, _optimizer(model), ranks=ranks, **case)
+        pipeline = Pipelined(model, OPTIMIZERS[optimizer](model), ranks=ranks, **case)
         losses = []
         for batch in _batches(ranks.rank):
             loss = classify(model, batch)
@@ -74,20 +78,21 @@ def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[float],
     return results
 
 
-@pytest.fixture(scope="module")
-def real() -> dict[str, list[tuple[list[float], dict[str, Tensor]]]]:
+@functools.cache
+def real(optimizer: str) -> dict[str, list[tuple[list[float], dict[str, Tensor]]]]:
     """Train on four real ranks; return losses and weights of each rank, by case."""
-    results = run_ranks(4, _train, list(CASES.values()))
+    results = run_ranks(4, _train, optimizer)
     return {name: [of_rank[index] for of_rank in results] for index, name in enumerate(CASES)}
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
-def test_simulated_ranks_are_real_ones_bit_for_bit(case: str, real: dict[str, Any]) -> None:
+def test_simulated_ranks_are_real_ones_bit_for_bit(case: str, optimizer: str) -> None:
     model = _model()
-    simulated = SimulatedRanks(model, _optimizer(model), world_size=4, **CASES[case])
+    simulated = SimulatedRanks(model, OPTIMIZERS[optimizer](model), world_size=4, **CASES[case])
     losses = [simulated.iterate(classify, batches) for batches in zip(*map(_batches, range(4)), strict=True)]
     simulated.flush()
-    for rank, (of_rank, weights) in enumerate(real[case]):
+    for rank, (of_rank, weights) in enumerate(real(optimizer)[case]):
         assert [of_ranks[rank] for of_ranks in losses] == of_rank
         for name, value in model.state_dict().items():
             if "running" in name:  # sums taken in another order
@@ -111,12 +116,12 @@ STEPS = 2
 """Iterations of a window, unless a case has others; the last window of 9 iterations is shorter."""
 
 
-def _train_by_windows(ranks: Ranks) -> list[tuple[list[float], dict[str, Tensor]]]:
+def _train_by_windows(ranks: Ranks, optimizer: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     results = []
     for case in WINDOWS:
         model = _model()
         losses = []
-        with LocalSteps(model, _optimizer(model), ranks=ranks, **{"local_steps": STEPS} | case) as strategy:
+        with LocalSteps(model, OPTIMIZERS[optimizer](model), ranks=ranks, **{"local_steps": STEPS} | case) as strategy:
             for batch in _batches(ranks.rank):
                 loss = classify(model, batch)
                 loss.backward()
@@ -126,11 +131,12 @@ def _train_by_windows(ranks: Ranks) -> list[tuple[list[float], dict[str, Tensor]
     return results
 
 
-def test_simulated_windows_are_real_ones_bit_for_bit() -> None:
-    real = run_ranks(4, _train_by_windows)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_simulated_windows_are_real_ones_bit_for_bit(optimizer: str) -> None:
+    trained = run_ranks(4, _train_by_windows, optimizer)
     for index, case in enumerate(WINDOWS):
         model = _model()
-        optimizers = [_optimizer(model) for _ in range(4)]
+        optimizers = [OPTIMIZERS[optimizer](model) for _ in range(4)]
         case = case.copy()
         steps = case.pop("local_steps", STEPS)
         simulated = SimulatedLocalSteps(model, optimizers, **case)
@@ -139,7 +145,7 @@ def test_simulated_windows_are_real_ones_bit_for_bit() -> None:
         for start in range(0, ITERATIONS, steps):
             losses += simulated.run_window(classify, of_ranks[start : start + steps])
         simulated.flush()
-        for rank, of_rank in enumerate(real):
+        for rank, of_rank in enumerate(trained):
             own, weights = of_rank[index]
             assert [all_losses[rank] for all_losses in losses] == own
             for name, parameter in model.named_parameters():
