@@ -14,6 +14,7 @@ from timing_model.cluster_profile import Profile
 from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, compute_of
 from timing_model.measured import MOST, UNCOMPRESSED, Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.mesh import SPLITS
+from timing_model.parameter_server import COLOCATED
 from timing_model.params import LinkParams
 from timing_model.presets import MODELS, NETWORKS, ethernet
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
@@ -174,7 +175,7 @@ def add_configuration(options: Parser) -> None:
     one.add_argument("--servers", type=whole(), default=1, metavar="S", help="number of servers of ps-sync (1)")
     one.add_argument(
         "--server-placement",
-        default="colocated",
+        default=COLOCATED,
         help="placement of the servers: colocated with workers, or dedicated (colocated)",
     )
     add_nodes(one)
@@ -244,6 +245,12 @@ def job_of(given: Namespace) -> Job:
     check_one_of("strategy", given.strategy, STRATEGIES)
     if given.split is not None and given.members is None:
         raise ValueError(f"members must be given with --split {given.split}; got none")
+    for name, value, default in (
+        ("servers", given.servers, 1),
+        ("server_placement", given.server_placement, COLOCATED),
+    ):
+        if value != default and given.strategy != "ps-sync":
+            raise ValueError(f"{name} must be left out with strategy {given.strategy}, which has none; got {value}")
     return base_of(
         given,
         strategy=given.strategy,

@@ -6,7 +6,8 @@ from timing_model.all_reduce import CollectiveTime
 from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.params import LinkParams
 
-PLACEMENTS = ("colocated", "dedicated")
+COLOCATED = "colocated"
+PLACEMENTS = (COLOCATED, "dedicated")
 
 
 def check_servers(servers: int, world_size: int, placement: str) -> None:

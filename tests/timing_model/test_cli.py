@@ -312,6 +312,10 @@ BAD = {
     f"predict {HAND} --strategy dpp": "strategy must be one of pipelined, ddp, ps-sync; got dpp (did you mean ddp?)",
     f"predict {HAND} --strategy ddp --width 2": "width must be 1 with strategy ddp, which has no pipeline; got 2",
     f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of colocated, dedicated",
+    f"predict {HAND} --servers 4": "servers must be left out with strategy pipelined, which has none; got 4",
+    f"predict {HAND} --strategy ddp --server-placement dedicated": (
+        "server-placement must be left out with strategy ddp, which has none; got dedicated"
+    ),
     f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
     f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
     f"predict {HAND} --rate-limit 50": "rate-limit must have a unit such as 10Gbit/s; got '50'",
