@@ -163,7 +163,7 @@ def accuracy_of(curves: Sequence[Curve], reference: Sequence[Curve], target: flo
     elif not curves:
         why = failures = UNTRAINED
     elif len(reached) < len(curves):
-        why = f"seen to reach it and not to end below in {len(reached)} of {len(curves)} seeds"
+        why = f"reached and kept by {len(reached)} of {len(curves)} seeds"
         if early := sum(curve.points[0][1] >= target for curve in curves if curve.points):
             why += f", and in {early} above it in the first evaluation"
     else:

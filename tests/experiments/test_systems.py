@@ -510,7 +510,7 @@ def test_the_target_is_below_what_synchronous_training_ends_with_and_every_seed_
     assert found["d-sync"]["time_to_target_s"] == pytest.approx(0.25 * found["d-sync"]["iterations_to_target"])
     assert (found["ddp"]["iterations_to_target"], found["ddp"]["not_reached"]) == (
         None,
-        "seen to reach it and not to end below in 1 of 2 seeds",
+        "reached and kept by 1 of 2 seeds",
     )
     assert found["theano-easgd"]["accuracy_mean"] is None
     assert found["theano-easgd"]["failures"] == "seed 0: diverged in iteration 3"
@@ -522,7 +522,7 @@ def test_a_target_that_was_crossed_counts_only_if_the_end_is_no_lower() -> None:
     assert (found["iterations_to_target"], found["not_reached"]) == (pytest.approx(175), "")
     found = table.accuracy_of([crossed, lower], [crossed, crossed], 0.8)
     assert found["iterations_to_target"] is None
-    assert found["not_reached"] == "seen to reach it and not to end below in 1 of 2 seeds"
+    assert found["not_reached"] == "reached and kept by 1 of 2 seeds"
 
 
 def test_a_crossing_is_interpolated_between_evaluations_or_not_known() -> None:
@@ -560,7 +560,7 @@ def test_reasons_are_said_once() -> None:
     assert "local: hidden share: nothing is exchanged" in lines
     assert "theano-easgd: not predicted: none" in lines
     assert "mlp, theano-easgd: seed 0: diverged in iteration 3" in lines
-    assert "mlp, ddp: seen to reach it and not to end below in 1 of 2 seeds" in lines
+    assert "mlp, ddp: reached and kept by 1 of 2 seeds" in lines
     assert not any(line.startswith("ddp: ") for line in lines)
 
 
