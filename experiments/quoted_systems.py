@@ -117,9 +117,12 @@ def speed_up() -> str:
     slow, fast, cores = (mlp["pipesgd-int4"][place] for place in PLACES)
     plain = [mlp["pipesgd"][place][DDP] for place in PLACES[:2]]
     milliseconds = slow["computes"].removesuffix("ms")
-    in_time = next(
-        row for row in load(RESULTS / "bench_accelerators.csv") if row["contender"] == "width 1, int4, buckets"
-    )
+    [in_time] = [
+        row
+        for row in load(RESULTS / "bench_accelerators.csv")
+        if row["contender"] == "width 1, int4, buckets"
+        and f"accelerators of {slow['computes']}, 4 nodes at {RATES[slow['rate']]}" in row["title"]
+    ]
     accuracies = (
         f"{_title(workload)} {_points(next(iter(of_systems['pipesgd-int4'].values())))}"
         for workload, of_systems in found.items()
