@@ -41,6 +41,14 @@ def the_table() -> dict[str, dict[str, Places]]:
     return found
 
 
+def at_first_place() -> dict[str, dict[str, Row]]:
+    """Return the row of every workload and system at the first place of the table."""
+    return {
+        workload: {name: next(iter(of_place.values())) for name, of_place in of_systems.items()}
+        for workload, of_systems in the_table().items()
+    }
+
+
 def _title(workload: str) -> str:
     return TITLES_OF_WORKLOADS.get(workload, workload)
 
@@ -123,10 +131,7 @@ def speed_up() -> str:
         if row["contender"] == "width 1, int4, buckets"
         and f"accelerators of {slow['computes']}, 4 nodes at {RATES[slow['rate']]}" in row["title"]
     ]
-    accuracies = (
-        f"{_title(workload)} {_points(next(iter(of_systems['pipesgd-int4'].values())))}"
-        for workload, of_systems in found.items()
-    )
+    accuracies = (f"{_title(workload)} {_points(rows['pipesgd-int4'])}" for workload, rows in at_first_place().items())
     return (
         f"**At 200 Mbit/s, an iteration with int4 is {_times(slow)} as fast as that of DDP on gloo, and "
         f"{_times(slow, 'fp16')} as fast as with DDP's fp16 hook; at 1 Gbit/s, {_times(fast)} and "
@@ -165,10 +170,9 @@ def times_to_target() -> str:
 def accuracy_next_to_synchronous() -> str:
     """Return a sentence of how far systems with late gradients end from synchronous training."""
     said = []
-    for workload, of_systems in the_table().items():
-        first = {name: next(iter(places.values())) for name, places in of_systems.items()}
-        ours = ", ".join(_points(first[name]) for name in OURS)
-        late = _points(first["pipe-sgd"])
+    for workload, rows in at_first_place().items():
+        ours = ", ".join(_points(rows[name]) for name in OURS)
+        late = _points(rows["pipe-sgd"])
         said.append(f"{_title(workload)} {ours}, and without a prediction {late}")
     return (
         "In the short trainings of [the table of all systems](systems.md#the-table), the accuracy of width 2 without a "
@@ -181,8 +185,8 @@ def accuracy_next_to_synchronous() -> str:
 def _points_of(*names: str) -> str:
     """Return by how many points these systems end above synchronous training on each workload, from least to most."""
     said = []
-    for workload, of_systems in the_table().items():
-        differences = [next(iter(of_systems[name].values()))["accuracy_difference"] for name in names]
+    for workload, rows in at_first_place().items():
+        differences = [rows[name]["accuracy_difference"] for name in names]
         known = [100 * one for one in differences if one is not None]
         span = [_span(known, "+.2f")] if known else []
         said.append(f"{' or '.join(span + ['diverged'] * (None in differences))} ({_title(workload)})")
@@ -191,7 +195,7 @@ def _points_of(*names: str) -> str:
 
 def next_to_servers() -> str:
     """Return sentences of the time and the accuracy with asynchronous servers, next to ours."""
-    rows = {name: next(iter(places.values())) for name, places in the_table()["mlp"].items()}
+    rows = at_first_place()["mlp"]
     milliseconds = {name: text_of(row, "iteration_s", ".0f", 1e3) + " ms" for name, row in rows.items()}
     server = rows["ps-async"]
     return (

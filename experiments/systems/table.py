@@ -147,8 +147,7 @@ def accuracy_of(curves: Sequence[Curve], reference: Sequence[Curve], target: flo
     """Return the accuracies of the seeds of one system, and the iterations to ``target``: their median over seeds.
 
     There are no iterations unless every seed was seen to cross it, and ends no lower: a median of those that did would
-    be of the lucky.
-    Seeds are compared with the same ones of the reference.
+    be of the lucky. Seeds are compared with the same ones of the reference.
     """
     ends, base = [curve.end for curve in curves], [curve.end for curve in reference[: len(curves)]]
     known = [end for end in ends if end is not None]
