@@ -34,7 +34,7 @@ from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import TorchTransport
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
-from pipesgd.flat_buffer import are_finite, take_mean
+from pipesgd.flat_buffer import are_finite, take_mean, take_shares
 from pipesgd.functions import OWN, kind
 from pipesgd.membership.heartbeat import Standing
 from pipesgd.pipeline.sameness import check_same_settings, plain
@@ -264,6 +264,8 @@ class _LargeSums:
         key = mixed(self._number, DTYPES.index(tensor.dtype), values.numel(), mean)
         self._transport.tag = key >> 1  # gloo's tags have 31 bits
         residual = self._residuals.of(tensor) if self._options.codec_options.gives_back else None
+        if mean:
+            take_shares([values], self._ranks.world_size)
         finish = partial(take_mean, world_size=self._ranks.world_size) if mean else no_op
         self._all_reduce(values, residual, key, finish)
         if residual is not None and not are_finite([values]):  # a GradScaler leaves out such a gradient

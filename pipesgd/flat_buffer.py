@@ -182,8 +182,20 @@ def on_device(state: Any, device: torch.device) -> Any:
     return changed(state, lambda value: value.to(device) if isinstance(value, Tensor) else value)
 
 
+def take_shares(flats: Iterable[Tensor], world_size: int) -> None:
+    """Divide this rank's float16 values by the number of ranks, before they are summed and ``take_mean`` is called.
+
+    Their sum overflows earlier than that of longer floats, which ``take_mean`` divides.
+    """
+    for flat in flats:
+        if flat.dtype == torch.float16:
+            flat.div_(world_size)
+
+
 def take_mean(flat: Tensor, world_size: int) -> None:
-    """Turn the sum over ranks that ``flat`` holds into the mean."""
+    """Turn the sum over ranks that ``flat`` holds into the mean; in float16, the sum of shares is that already."""
+    if flat.dtype == torch.float16:
+        return
     if flat.is_floating_point() or flat.is_complex():
         flat.div_(world_size)
     else:

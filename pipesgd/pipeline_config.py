@@ -173,8 +173,7 @@ def check_reduce(reduce: str, codec: str, all_reduce: str, device: str) -> None:
         )
     if device == "cuda":
         raise UserInputError(
-            "reduce must be matrix with device cuda, where pinned memory would grow with each new number of rows; "
-            f"got {reduce}"
+            f"reduce must be matrix with device cuda, on which rows and factors have not been tested; got {reduce}"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipesgd.checks import check_one_of
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.errors import ReplicasDivergedError, named, warn
-from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, take_mean
+from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, take_mean, take_shares
 from pipesgd.pipeline_config import BUFFERS
 from pipesgd.ranks import Ranks
 from pipesgd.shards import local
@@ -62,9 +62,11 @@ def combine_buffers(model: nn.Module, how: str, ranks: Ranks, sum_over_ranks: Su
     flat = FlatBuffer(buffers)
     if how == "average" or ranks.rank == 0:  # the others' zeros add nothing to rank 0's
         flat.fill_from(buffers)
+    count = ranks.world_size
+    if how == "average":
+        take_shares(flat.flats, count)
     sum_over_ranks(flat)
     if how == "average":
-        count = ranks.world_size
         if not all_finite(flat):  # on all ranks alike
             own = are_finite(buffers)
             others = nonfinite_ranks(ranks, "buffers", own, close_by=True)
@@ -73,6 +75,7 @@ def combine_buffers(model: nn.Module, how: str, ranks: Ranks, sum_over_ranks: Su
                 flat, count = FlatBuffer(buffers), finite
                 if own:
                     flat.fill_from(buffers)
+                take_shares(flat.flats, count)
                 sum_over_ranks(flat)
             if others and ranks.rank == 0:
                 rest = "they are left out of the average" if finite else "their average is not, either"

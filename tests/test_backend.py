@@ -281,6 +281,20 @@ def test_fp32_adds_up_as_gloo_does_if_two_ranks_leave_no_order() -> None:
             assert torch.equal(ours, of_gloo)
 
 
+def _mean_of_large_values(ranks: Ranks) -> Tensor:
+    join(ranks)
+    tensor = torch.full((NUMEL,), 40000.0 + 64 * ranks.rank, dtype=torch.float16)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG, group=subgroup("fp32"))
+    dist.destroy_process_group()
+    return tensor
+
+
+@pytest.mark.slow
+def test_a_mean_in_float16_is_finite_where_the_sum_is_not() -> None:
+    for mean in run_ranks(2, _mean_of_large_values, process_group=False):
+        assert (mean == 40032.0).all()
+
+
 def _groups_of_some(ranks: Ranks) -> list[float]:
     join(ranks, backend="cpu:pipesgd")
     options = BackendOptions(codec="fp16", least_bytes=SMALL)

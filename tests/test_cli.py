@@ -359,8 +359,7 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--reduce rows --device cuda",
-            "reduce must be matrix with device cuda, where pinned memory would grow with each new number of rows; "
-            "got rows",
+            "reduce must be matrix with device cuda, on which rows and factors have not been tested; got rows",
         ),
         (
             "--reduce rows --strategy ddp",

@@ -27,9 +27,10 @@ class PinnedTransport:
        device on the current stream. Later work on that stream finds the data there, and the tensor may be sent.
 
     The communicating thread has a stream of its own, the current one, so that neither waits for computation.
-    Host memory is kept: a buffer is reused for a message of the same size once its message has been sent or its copy to
-    the device is done. So the first all-reduce of a kind allocates about as much as is received and sent at once, and
-    later ones allocate nothing.
+    Host memory is kept, in powers of two, to which torch rounds it anyway: a buffer is reused for a message that needs
+    the same power once its message has been sent or its copy to the device is done. So the first all-reduce of a kind
+    allocates about as much as is received and sent at once, and later ones allocate nothing. Messages that change their
+    size at every call, as topk's in a warm-up, allocate once for each power.
     """
 
     def __init__(self, transport: Transport):
@@ -60,7 +61,8 @@ class PinnedTransport:
         staged = _shaped(memory, tensor)
         return _Receiving(self, self._transport.receive(staged, peer, what), memory, staged, tensor)
 
-    def _take(self, nbytes: int) -> Tensor:
+    def _take(self, least_bytes: int) -> Tensor:
+        nbytes = 1 << max(least_bytes - 1, 0).bit_length()
         if self._free[nbytes]:
             buffer = self._free[nbytes].popleft()
             if buffer.read is not None:
@@ -101,4 +103,4 @@ class _Receiving:
 
 
 def _shaped(memory: Tensor, tensor: Tensor) -> Tensor:
-    return memory.view(tensor.dtype).view(tensor.shape)
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -36,6 +36,7 @@ from pipesgd.flat_buffer import (
     on_device,
     sizes_of_flats,
     take_mean,
+    take_shares,
 )
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
@@ -506,6 +507,7 @@ class Pipelined(Strategy):
         """
         buffer = FlatBuffer(tensors)
         buffer.fill_from(tensors)
+        take_shares(buffer.flats, self._ranks.world_size)
         self._sum_in("step")(buffer)
         for flat in buffer.flats:
             take_mean(flat, self._ranks.world_size)

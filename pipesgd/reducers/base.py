@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.comm.all_reduce import Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer, take_mean
+from pipesgd.flat_buffer import FlatBuffer, take_mean, take_shares
 
 
 class Sum(Protocol):
@@ -63,13 +63,10 @@ def mean_over_ranks(
     """Replace the gradients in ``buffer`` by their mean over the ranks; ``look`` sees each part of it. Collective."""
 
     def finish(part: Tensor) -> None:
-        if part.dtype != torch.float16:
-            take_mean(part, world_size)
+        take_mean(part, world_size)
         look(part)
 
-    for flat in buffer.flats:
-        if flat.dtype == torch.float16:  # their sum overflows earlier than that of longer floats
-            take_mean(flat, world_size)
+    take_shares(buffer.flats, world_size)
     reducer.sum(buffer, iteration, finish)
 
 

@@ -564,6 +564,45 @@ def test_without_rounds_only_that_rank_stops() -> None:
     assert [len(skipped) for skipped, _, _ in results] == [5, 2, 5]
 
 
+def _push_large_gradients(ranks: Ranks, dtype: torch.dtype, size: float, options: Options) -> Any:
+    """Push two gradients whose sum overflows in ``dtype``; only those of the second iteration are small."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=dtype)), nn.Parameter(torch.zeros(2))])
+    strategy = start(ranks, model, torch.optim.SGD(model.parameters(), lr=1.0), {**options, "staleness_bound": 0})
+    assert strategy is not None
+    reports: list[Any] = []
+    for gradient in (size, 2.0):
+        model[0].grad, model[1].grad = torch.full_like(model[0], gradient), torch.ones(2)
+        try:
+            report = strategy.step()
+        except NonFiniteGradientError as failure:
+            reports.append(failure.iteration)
+            break
+        reports.append((report.applied, report.skipped))
+    strategy.close()
+    return reports, model[0].tolist()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_round_of_float16_gradients_has_the_mean_of_width_1(servers: int) -> None:
+    options = {"servers": servers, "on_nonfinite": "stop"}
+    for reports, weights in run_ranks(4, _push_large_gradients, torch.float16, 30000.0, options):
+        assert reports == [((0,), ()), ((1,), ())]
+        assert weights == [-30000.0] * 3, "30002 is rounded to it in float16"
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_mean_that_overflows_is_not_applied(servers: int) -> None:
+    options = {"servers": servers, "on_nonfinite": "stop"}
+    for reports, weights in run_ranks(2, _push_large_gradients, torch.float32, 3e38, options):
+        assert reports == [0]
+        assert weights == [0.0] * 3
+    for reports, weights in run_ranks(
+        2, _push_large_gradients, torch.float32, 3e38, {**options, "on_nonfinite": "skip"}
+    ):
+        assert reports == [((), (0,)), ((1,), ())]
+        assert weights == [-2.0] * 3
+
+
 # ---- Checkpoints
 
 

@@ -7,10 +7,14 @@ import torch
 from _all_reduces import ALGORITHMS, options
 from _memory_transport import MemoryTransport, Network, integers, run_threads
 
+from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.pinned import PinnedTransport
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.reducers.topk import TopKReducer
+from timing_model.schedules import gather_ring
 
 WORLD_SIZE = 6
 SIZES = (1000, 17, 1000)
@@ -54,8 +58,27 @@ def test_memory_is_used_again_only_when_its_message_is_done() -> None:
     for pending in (*sends, *receives):
         pending.wait()
     assert all(torch.equal(tensor, integers(5, rank)) for rank, tensor in enumerate(received))
-    kinds = [torch.zeros(20, dtype=torch.uint8), torch.zeros((2, 5), dtype=torch.float16), torch.zeros(6)]
+    kinds = [torch.zeros(20, dtype=torch.uint8), torch.zeros((2, 5), dtype=torch.float16), torch.zeros(9)]
     for tensor in kinds:
         here.send(tensor, 1, "another").wait()
         there.receive(tensor, 0, "another").wait()
-    assert (here.buffers_allocated, there.buffers_allocated) == (3, 3), "six floats are of another size"
+    assert (here.buffers_allocated, there.buffers_allocated) == (3, 3), "nine floats need more than 32 bytes"
+
+
+def test_memory_is_bounded_while_messages_become_smaller() -> None:
+    """Messages of topk do in each iteration of a warm-up of its density."""
+
+    def gather(transport: MemoryTransport) -> list[int]:
+        between = PinnedTransport(transport)
+        all_gather = ScheduledAllReduce(between, gather_ring(transport.rank, 3), Uncompressed(), segment_bytes=1 << 20)
+        options = {"density": 0.01, "density_warmup": 40}
+        reducer = TopKReducer(all_gather, rank=transport.rank, world_size=3, **options)
+        allocated = []
+        for iteration in range(41):
+            reducer.sum(FlatBuffer([torch.ones(1000)]), iteration)
+            allocated.append(between.buffers_allocated)
+        return allocated
+
+    results, _ = run_threads(3, gather)
+    for allocated in results:
+        assert allocated[-1] <= 6 * allocated[0], "messages from 2000 to 80 bytes: 2048, 1024, ..., 128"

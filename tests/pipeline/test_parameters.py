@@ -170,6 +170,26 @@ def test_the_mean_of_float16_gradients_is_finite_where_their_sum_is_not(codec: s
         assert all(value in (0.0, -40032.0) for value in values)
 
 
+def _large_buffers(ranks: Ranks) -> tuple[list[float], tuple[int, bool], list[float]]:
+    """Average buffers, of which rank 2's are not finite, and other tensors, all in float16."""
+    model = nn.BatchNorm1d(2).half()
+    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks)
+    model.running_var.copy_(torch.tensor([40000.0 + 64 * ranks.rank, torch.nan if ranks.rank == 2 else 1.0]))
+    pipeline.combine_buffers("average")
+    averaged = torch.full((2,), 60000.0, dtype=torch.float16)
+    sent = pipeline.average([averaged])
+    pipeline.close()
+    return model.running_var.tolist(), sent, averaged.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_averages_of_float16_buffers_and_states_are_finite_where_their_sums_are_not(world_size: int) -> None:
+    for variances, (_, finite), averaged in run_ranks(world_size, _large_buffers):
+        assert variances == [40032.0, 1.0]
+        assert finite
+        assert averaged == pytest.approx([60000.0] * 2, rel=2**-10)
+
+
 class Alone:
     """The all-reduce of a rank whose peers have nothing to add."""
 

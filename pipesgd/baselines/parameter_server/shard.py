@@ -15,7 +15,7 @@ from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestM
 from pipesgd.baselines.parameter_server.update_rule import ShardLayout, UpdateRule
 from pipesgd.baselines.parameter_server.waiting import Clocks, Meetings
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError, named
-from pipesgd.flat_buffer import take_mean
+from pipesgd.flat_buffer import are_finite, take_mean, take_shares
 
 MEETING_SECONDS = 1.0
 """Seconds that a server waits for all workers to come to a meeting before it replies that not all have."""
@@ -25,9 +25,10 @@ class Shard:
     """One server's range of the weights, shared by one thread per worker.
 
     Bound 0 makes rounds: when all workers' gradients have arrived, their sum, in the order of the workers, becomes the
-    mean, by which ``rule`` updates the weights once. With any other bound (see ``Clocks``) each gradient updates them
-    alone when it arrives, at 1/w of its learning rates. A worker that is silent for ``timeout`` seconds is not
-    waited for any longer. The first error, which names this process's ``rank``, ends the service for all workers.
+    mean, by which ``rule`` updates the weights once, if it is finite. With any other bound (see ``Clocks``) each
+    gradient updates them alone when it arrives, at 1/w of its learning rates. A worker that is silent for ``timeout``
+    seconds is not waited for any longer. The first error, which names this process's ``rank``, ends the service for all
+    workers.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class Shard:
         self._round[worker] = gradient
         self._round_is_finite &= finite
         while (part := self._round.pop(self._added, None)) is not None:
+            take_shares(part, self.workers)
             for total, values in zip(self._sum, part, strict=True):
                 if self._added == 0:
                     total.copy_(values)
@@ -193,11 +195,11 @@ class Shard:
                     total.add_(values)
             self._added += 1
         if self._added == self.workers:
-            if self._round_is_finite:
-                for total in self._sum:
-                    take_mean(total, self.workers)
+            for total in self._sum:
+                take_mean(total, self.workers)
+            self._round_applied = self._round_is_finite and are_finite(self._sum)
+            if self._round_applied:
                 self._rule.update(self._sum, options, lr_divisor=1)
-            self._round_applied = self._round_is_finite
             self._added, self._round_is_finite = 0, True
 
     def _wait_until_due(self, worker: int) -> None:

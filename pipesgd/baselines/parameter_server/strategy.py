@@ -66,7 +66,8 @@ class ParameterServers(Strategy):
     learning rate that was set when it was computed, and learning-rate schedules follow the number of all workers'
     updates, divided by w.
 
-    A gradient that is not finite on its worker is left out, with its whole round if the bound is 0, otherwise alone.
+    A gradient that is not finite on its worker is left out, with its whole round if the bound is 0, otherwise alone. So
+    is the mean of a round whose sum overflows, by those servers in whose ranges it does.
     With more than one server, optimizers must update each element on its own, since ranges split parameters anywhere.
 
     Collective calls begin with a wait for the workers that have not come yet. It lasts as long as their gradients keep
@@ -183,10 +184,11 @@ class ParameterServers(Strategy):
         self.iteration += 1
         # 2. and 3. Push and wait.
         packed = time.perf_counter()
-        [(reply, _), *_] = self._ask(push, values=self._gradient, into=self._weights)
+        replies = [reply for reply, _ in self._ask(push, values=self._gradient, into=self._weights)]
+        applied = all(reply.applied for reply in replies)
         arrived = time.perf_counter()
         # 4. Update.
-        if not (reply.applied or self._skip_nonfinite):
+        if not (applied or self._skip_nonfinite):
             raise NonFiniteGradientError(iteration)
         self._weights.copy_to(self._values)
         spans = (
@@ -196,11 +198,11 @@ class ParameterServers(Strategy):
             Span("update", iteration, arrived, time.perf_counter()),
         )
         return StepReport(
-            applied=(iteration,) if reply.applied else (),
-            skipped=() if reply.applied else (iteration,),
+            applied=(iteration,) if applied else (),
+            skipped=() if applied else (iteration,),
             spans=spans,
             wire_bytes=sum(server.wire_bytes for server in self._servers),
-            schedule_steps=self._count_schedule_steps(reply),
+            schedule_steps=self._count_schedule_steps(replies[0]),
         )
 
     def flush(self) -> StepReport:
