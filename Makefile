@@ -64,6 +64,8 @@ clean:
 # ---- set-up ----
 
 $(STAMPS)/torch.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit("Python must be 3.11 or newer: make train PYTHON=python3.12; got " \
+		+ sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@echo "Set-up, only this first time: installs $(TORCH) and what pipesgd needs into $(VENV)."
 	@echo "About 400 MB to download with a CPU build of torch, 3 GB with a CUDA build, which pip takes from PyPI on Linux;"
 	@echo "it takes some minutes."

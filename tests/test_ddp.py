@@ -712,30 +712,56 @@ def test_a_model_whose_pipeline_is_closed_may_be_attached_again() -> None:
         assert same(attached, by_pipelines)
 
 
-def _changes_the_mean(ranks: Ranks, factor: float, options: dict[str, Any]) -> int:
-    """Train in a loop that multiplies ``.grad`` by ``factor``; return how many warnings that causes."""
+def _changes_the_mean(ranks: Ranks, factor: float, clips: dict[str, float], options: dict[str, Any]) -> int:
+    """Train in a loop that multiplies ``.grad`` by ``factor`` and clips it; return how many warnings that causes."""
     model = make_model()
     ddp_model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
     optimizer = make_optimizer("sgd", model)
+    scaler = options.get("scaler") or torch.amp.GradScaler("cpu", enabled=False)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         pipeline = attach(ddp_model, optimizer, **options)
         for inputs, targets in batches(ranks.rank, ranks.world_size):
-            cross_entropy(ddp_model(inputs), targets).backward()
+            scaler.scale(cross_entropy(ddp_model(inputs), targets)).backward()
+            if clips:
+                scaler.unscale_(optimizer)
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.grad.mul_(factor)
-            optimizer.step()
+            if "value" in clips:
+                nn.utils.clip_grad_value_(model.parameters(), clips["value"])
+            if "norm" in clips:
+                nn.utils.clip_grad_norm_(model.parameters(), clips["norm"])
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
         pipeline.close()
     return said.getvalue().count("warning: gradients must not be changed between backward() and optimizer.step()")
 
 
+SMALL = 1e-3
+"""Bound of a norm or a value that every gradient here exceeds."""
+
+
 @pytest.mark.parametrize(
-    ("factor", "options", "warnings"),
-    [(0.5, {}, 1), (1.0, {}, 0), (0.5, {"width": 1}, 0), (0.5, {"clip_norm": 1.0}, 0)],
+    ("factor", "clips", "options", "warnings"),
+    [
+        (0.5, {}, {}, 1),
+        (1.0, {}, {}, 0),
+        (0.5, {}, {"width": 1}, 0),
+        (1.0, {"norm": SMALL}, {}, 1),
+        (1.0, {"norm": SMALL}, {"clip_norm": SMALL}, 0),
+        (1.0, {"norm": SMALL}, {"clip_norm": 2 * SMALL}, 1),
+        (0.5, {"norm": 1e3}, {"clip_norm": 1e3}, 1),
+        (1.0, {"value": SMALL, "norm": SMALL}, {"clip_value": SMALL, "clip_norm": SMALL}, 0),
+        (1.0, {}, {"scaler": torch.amp.GradScaler("cpu", init_scale=7.0)}, 0),
+        (1.0, {"norm": SMALL}, {"scaler": torch.amp.GradScaler("cpu", init_scale=7.0), "clip_norm": SMALL}, 0),
+        (0.5, {}, {"scaler": torch.amp.GradScaler("cpu", init_scale=7.0)}, 1),
+    ],
 )
-def test_a_loop_that_changes_a_late_mean_is_warned_once(factor: float, options: dict[str, Any], warnings: int) -> None:
-    assert run_ranks(1, _changes_the_mean, factor, options) == [warnings]
+def test_a_loop_that_changes_a_late_mean_is_warned_once(
+    factor: float, clips: dict[str, float], options: dict[str, Any], warnings: int
+) -> None:
+    assert run_ranks(1, _changes_the_mean, factor, clips, options) == [warnings]
 
 
 def _state_while_waiting(ranks: Ranks) -> list[str]:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
+
+import pytest
 
 import pipesgd
 import timing_model
@@ -27,6 +33,25 @@ def test_a_source_distribution_has_what_the_readme_names() -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     linked = {link.split("/")[0].split("#")[0] for link in re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme)}
     assert linked <= set(included)
+
+
+OLD_PYTHON = """#!/bin/sh
+exec "{python}" -c 'import sys; sys.version_info = (3, 10, 4); sys.version = "3.10.4 (main)"; exec(sys.argv[1])' "$2"
+"""
+"""Python that calls itself an older one; it runs what follows its first argument, ``-c``."""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_refuses_an_old_python_before_it_installs_anything(tmp_path: Path) -> None:
+    python, venv = tmp_path / "python", tmp_path / "venv"
+    python.write_text(OLD_PYTHON.format(python=sys.executable), encoding="utf-8")
+    python.chmod(0o755)
+    words = ["make", "train", f"PYTHON={python}", f"VENV={venv}"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.startswith("Python must be 3.11 or newer: make train PYTHON=python3.12; got 3.10.4\n")
+    assert not venv.exists()
 
 
 def test_one_version_is_named_everywhere() -> None:

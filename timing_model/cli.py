@@ -9,6 +9,7 @@ import re
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from timing_model import __version__
@@ -72,6 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python will write the rest at its end
         return EXIT_UNREAD
     return 0
+
+
+def script() -> int:
+    """Run the installed command as ``python -m timing_model``, which finds modules in the current folder, too."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
+    return main()
 
 
 def _run(argv: list[str]) -> str:

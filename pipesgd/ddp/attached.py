@@ -32,6 +32,7 @@ from pipesgd.ddp.local_steps import AttachedLocalSteps
 from pipesgd.errors import UserInputError, warn
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
+from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import check_unchanged, set_aside_gradients
 from pipesgd.pipeline.in_flight import InFlight
 from pipesgd.pipeline.pipelined import Pipelined
@@ -45,6 +46,8 @@ IN_THE_LOOP = {
 }
 """Options of ``Pipelined`` in whose place the loop has something of its own."""
 
+ROUNDING = 0.01
+"""Share of a value by which the loop's clipping and scaling may differ from ours, in any precision."""
 
 _WINDOW_DEFAULTS = {
     item.name: item.default for item in dataclasses.fields(PipelineConfig) if item.name in ("outer", *OF_WINDOWS)
@@ -90,8 +93,8 @@ def attach(
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
-        options: further arguments of ``pipesgd.Pipelined``, except ``guard``, ``buckets`` and ``reduce``, or with
-            local steps those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``, and
+        options: further arguments of ``pipesgd.Pipelined``, except ``guard``, ``buckets``, ``mesh`` and ``reduce``, or
+            with local steps those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``, and
             ``timeout`` is that of the group: half an hour with gloo, unless the group was made with another one.
             ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip
             them alike; with local steps they are left out, since both are about the rank's own movement.
@@ -180,9 +183,10 @@ class AttachedPipeline(Pipelined):
         """Contexts that the end of a step of the optimizer closes."""
         self._mean: FlatBuffer | None = None
         """The mean that the backward pass has put into ``.grad``."""
-        clips = any(options.get(name) is not None for name in ("clip_norm", "clip_value"))
-        self._looks_for_changes = self._scaler is None and not clips
-        """True until an update has looked whether the loop changes the mean, if it has announced nothing."""
+        self._clip = Clipping(norm=options.get("clip_norm"), value=options.get("clip_value"))
+        """Clipping that the loop has announced."""
+        self._looks_for_changes = True
+        """True until an update has looked whether the loop changes the mean otherwise than it has announced."""
         self._stepping_itself = False
         self._started = False
         if options.get("ranks") is None:
@@ -349,14 +353,21 @@ class AttachedPipeline(Pipelined):
         """Warn once if the loop has changed the mean in ``.grad`` in a way that it has not announced."""
         if self._mean is None or not self._looks_for_changes or self.width == 1:
             return
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            return  # a fused optimizer: the scaler leaves the division to it
         self._looks_for_changes = False
         # The mean is in a buffer of the pool, which the next backward pass overwrites.
-        pairs = zip(self._parameters, self._mean.views, strict=True)
-        if any(p.grad is not None and not torch.equal(p.grad, mean.to(p.grad.dtype)) for p, mean in pairs):
+        expected = self._mean.views
+        if clips := self._clip != Clipping():
+            expected = [mean.clone() for mean in expected]
+            self._clip(expected)
+        near = ROUNDING if clips or self._scaler is not None else 0.0
+        pairs = zip(self._parameters, expected, strict=True)
+        if any(p.grad is not None and not _close(p.grad, mean, near) for p, mean in pairs):
             warn(
                 "gradients must not be changed between backward() and optimizer.step(), since predictions and close() "
-                "use them as they arrived: announce clipping by attach(..., clip_norm=...) or clip_value=, and move "
-                "any other change into the loss or into a hook of the parameter"
+                "use them as they arrived: announce clipping by attach(..., clip_norm=...) or clip_value=, with the "
+                "loop's bounds, and move any other change into the loss or into a hook of the parameter"
             )
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -408,6 +419,12 @@ class AttachedPipeline(Pipelined):
         if self._due.applied or waits:
             raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
         self._finish_iteration()
+
+
+def _close(gradient: Tensor, expected: Tensor, near: float) -> bool:
+    """Return True if every value of ``gradient`` is within a share ``near`` of the one expected, or next to zero."""
+    least = torch.finfo(gradient.dtype).tiny if near else 0.0
+    return torch.allclose(gradient, expected.to(gradient.dtype), rtol=near, atol=least)
 
 
 Attached = AttachedPipeline | AttachedLocalSteps

@@ -293,6 +293,7 @@ class LocalSteps(Strategy):
         chosen_codec.check_outer(outer)
         clip = Clipping(norm=clip_norm, value=clip_value)
         self.module = model
+        """Model that is trained."""
         self.replicated = True
         self.owns_optimizer = True
         self._optimizer = optimizer

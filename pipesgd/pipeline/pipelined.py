@@ -210,6 +210,7 @@ class Pipelined(Strategy):
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_timeout(timeout)
         self.module = model
+        """Model that is trained."""
         self._optimizer = optimizer
         # A successor keeps the choices, since the first gradients, by which they are made, are not its own.
         choices = None if successor_of is None else successor_of._cut.exchanges.choices
@@ -247,6 +248,7 @@ class Pipelined(Strategy):
         )
         check_reducer(options, optimizer, self._parameters, seed)
         self.iteration = 0
+        """Number of iterations so far."""
         self.replicated = True
         self._agreement = Agreement()
         self._loss_scale = LossScale(scaler, self._parameters)

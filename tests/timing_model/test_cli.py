@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pipesgd
+from experiments.results import REPOSITORY
 from tests.timing_model._profiles import PROFILE
 from timing_model.choices import ACCURATE
 from timing_model.cli import COMMANDS, main
@@ -241,6 +243,26 @@ def test_as_a_module(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("timing-model ")
+
+
+def test_the_installed_command_finds_functions_in_the_current_folder(tmp_path: Path) -> None:
+    """Python begins its path with the folder of the command, which pip writes as here, and not with the current one."""
+    config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, function = config["project"]["scripts"]["timing-model"].partition(":")
+    command = tmp_path / "bin" / "timing-model"
+    command.parent.mkdir()
+    command.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n", encoding="utf-8")
+    words = [sys.executable, str(command), "predict", *HAND.split(), "--all-reduce", "own_all_reduce:binomial_tree"]
+    done = subprocess.run(
+        words,
+        cwd=REPOSITORY / "examples",
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "own_all_reduce:binomial_tree" in done.stdout
 
 
 def test_as_a_program() -> None:
