@@ -507,9 +507,11 @@ class Run:
         nothing_new = self.start == job.iterations  # then the trace and each rank's times stay as they were
         if self.trace is not None and not nothing_new:
             self.trace.write(folder / output.TRACE_FILE)
-        if job.workers.local_rank == 0:
-            with note_trouble(trouble, path := folder / output.WEIGHTS_FILE):
-                save_atomically(job.model.state_dict(), path)
+        for turn in (job.workers.rank > 0, job.workers.rank == 0):  # on a common disk, rank 0's files stay
+            if turn and job.workers.local_rank == 0:
+                with note_trouble(trouble, path := folder / output.WEIGHTS_FILE):
+                    save_atomically(job.model.state_dict(), path)
+            job.workers.all_gather_object("written weights", None)
         if job.workers.rank == 0:
             summary = summarize(config, job.ranks, result, self._history)
             if nothing_new:
