@@ -413,7 +413,8 @@ FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace",
 }  # fmt: skip
 """Options that may change when a run is resumed, since no weight depends on them. With --allow-drift, weights do
-depend on the intervals of checkpoints, at which all ranks get rank 0's: such a run is not promised the same bits."""
+depend on the intervals of checkpoints, at which all ranks get rank 0's; and on --loader-workers where samples that are
+read by iteration draw random numbers. Such a run is not promised the same bits."""
 
 
 def current_names(options: dict[str, Any]) -> dict[str, Any]:

@@ -82,8 +82,8 @@ LEAST_LOSS_SCALE = 1.0
 """Loss scale below which skipped updates are reported: above, the scale is taken to be what made gradients overflow."""
 
 OTHER_DATA = (
-    "warning: the data are not those of the checkpoint, {then}; got {now}: the run continues with them up to iteration "
-    "{total}, as it began, and is not what it would have been without the interruption"
+    "warning: the data{whose} are not those of the checkpoint, {then}; got {now}{where}: the run continues with them "
+    "up to iteration {total}, as it began, and is not what it would have been without the interruption"
 )
 
 DRIFTS = (
@@ -284,9 +284,13 @@ class Run:
                 optimization = self.job.config.optimization.for_ranks(workers.world_size)
                 self.state.schedule = build_schedule(optimization, self.job.optimizer, total)
                 self.job = replace(self.job, iterations=total, schedule=self.state.schedule)
-            now = self.job.data.describe()
-            if (then := found.shared.get("data", now)) != now:
-                self.job.say(OTHER_DATA.format(then=then, now=now, total=total))
+            now = self.job.data.describe(own=True)
+            both = workers.all_gather_object("data of the checkpoint", [found.own.get("data", now), now])
+            if changed := [rank for rank, (then, now) in enumerate(both) if then != now]:
+                then, now = both[changed[0]]
+                own = (f" of {named(changed)}", f" on rank {changed[0]}")
+                whose, where = own if self.job.data.sharded else ("", "")
+                self.job.say(OTHER_DATA.format(whose=whose, then=then, now=now, where=where, total=total))
             self.plan.restore(found.own["strategy"]["iteration"], found.shared)
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
@@ -453,7 +457,8 @@ class Run:
         for recorder in self._recorders:
             recorder.flush()
         shared, own = self.state.snapshot(time.perf_counter() - self._begin)
-        shared |= {"data": self.job.data.describe(), "iterations": self.job.iterations} | self.plan.snapshot()
+        own["data"] = self.job.data.describe(own=True)
+        shared |= {"iterations": self.job.iterations} | self.plan.snapshot()
         written = self.checkpoints.save(done, shared, own)
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written
@@ -502,9 +507,11 @@ class Run:
         nothing_new = self.start == job.iterations  # then the trace and each rank's times stay as they were
         if self.trace is not None and not nothing_new:
             self.trace.write(folder / output.TRACE_FILE)
-        if job.workers.local_rank == 0:
-            with note_trouble(trouble, path := folder / output.WEIGHTS_FILE):
-                save_atomically(job.model.state_dict(), path)
+        for turn in (job.workers.rank > 0, job.workers.rank == 0):  # on a common disk, rank 0's files stay
+            if turn and job.workers.local_rank == 0:
+                with note_trouble(trouble, path := folder / output.WEIGHTS_FILE):
+                    save_atomically(job.model.state_dict(), path)
+            job.workers.all_gather_object("written weights", None)
         if job.workers.rank == 0:
             summary = summarize(config, job.ranks, result, self._history)
             if nothing_new:

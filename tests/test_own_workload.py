@@ -113,6 +113,16 @@ def own_points(rank):
 own_points.sharded = True
 
 
+def counted(path, rank):
+    """As many samples as the file says for each rank."""
+    with open(path) as file:
+        number = int(file.read().split()[rank])
+    return (TensorDataset(torch.ones(number, 1), torch.ones(number, 1)),) * 2
+
+
+counted.sharded = True
+
+
 class Scaled(nn.Module):
     """One number times the input."""
 
@@ -238,6 +248,22 @@ def test_every_rank_has_samples_of_its_own(tmp_path: Path, folder: Path) -> None
         factor -= 0.01 * (2 + 8) / 2 * (factor - 2)
     error = (factor - 2) ** 2  # every rank's test samples count once
     assert result["final"]["test_loss"] == pytest.approx((40 * error + 25 * 4 * error) / 65, rel=1e-5)
+
+
+def test_a_run_that_resumes_with_other_samples_of_one_rank_says_so(tmp_path: Path, folder: Path) -> None:
+    (numbers := tmp_path / "numbers").write_text("40 25")
+    words = f"--dataset own:counted={numbers} --model own:Scaled --loss torch.nn.functional:mse_loss --batch-size 8"
+    words += " --iterations 4 --resume"
+    succeed(2, words, tmp_path / "run", folder)
+    assert "warning" not in run(2, words, tmp_path / "run", folder)[0][1]
+    numbers.write_text("40 26")
+    (error, said, _), (_, nothing, _) = run(2, words, tmp_path / "run", folder)
+    assert (error, nothing) == ("", "")
+    (warning,) = re.findall("warning: .*", " ".join(said.split()))
+    assert warning.startswith(
+        "warning: the data of rank 1 are not those of the checkpoint, 25 training samples and 25 test samples"
+    )
+    assert "; got 26 training samples and 26 test samples" in warning
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import json
 import math
@@ -10,6 +12,7 @@ import random
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from pipesgd import train as train_module
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.ranks import Ranks
+from pipesgd.run import checkpoint_files
 from pipesgd.run.console import screen
 from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.metrics import MetricsWriter, read_metrics
@@ -446,6 +450,37 @@ def test_trained_weights_that_cannot_be_written_are_in_the_last_checkpoint(tmp_p
     )
     (tmp_path / "model.pt").rmdir()
     assert succeed(1, f"{SHORT} --resume", tmp_path)["weights_sha256"] == whole["weights_sha256"]
+
+
+def _train_on_a_machine_of_its_own(ranks: Ranks, words: str, output: str) -> str:
+    """Train as the first rank of a machine; of ``model.pt`` and its checksum, rank 0 has the last, if they race."""
+    ranks.local_rank = 0
+    weights, checksum = Path(output, "model.pt"), Path(output, "model.pt.sha256")
+    write, write_text = checkpoint_files.write_atomically, checkpoint_files.write_text_atomically
+
+    def after_rank_1(path: Path, fill: Callable[[Any], object]) -> None:
+        if path == weights and ranks.rank == 0:
+            wait_until(weights.exists)
+        write(path, fill)
+
+    def after_rank_0(path: Path, text: str) -> None:
+        if path == checksum and ranks.rank == 1:
+            with contextlib.suppress(AssertionError):
+                wait_until(checksum.exists, 2)
+        write_text(path, text)
+
+    checkpoint_files.write_atomically, checkpoint_files.write_text_atomically = after_rank_1, after_rank_0
+    return train_as_a_rank(ranks, [*words.split(), "--output", output])[0]
+
+
+def test_machines_with_a_common_disk_leave_rank_0s_weights_and_their_checksum(tmp_path: Path) -> None:
+    words = f"{SHORT} --strategy local"  # each rank has weights of its own
+    assert run_ranks(2, _train_on_a_machine_of_its_own, words, str(tmp_path), process_group=False) == ["", ""]
+    named = f"{hashlib.sha256((tmp_path / 'model.pt').read_bytes()).hexdigest()}  model.pt\n"
+    assert (tmp_path / "model.pt.sha256").read_text() == named
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    own = torch.load(tmp_path / "checkpoints" / "iteration-12" / "rank-0.pt", weights_only=True)["state"]
+    assert all(torch.equal(weights[name], value) for name, value in own["parameters"].items())
 
 
 def test_resume_without_a_checkpoint_starts_from_the_beginning_and_says_so(tmp_path: Path) -> None:

@@ -151,8 +151,6 @@ def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 def _load(samples: _Samples, batches: Iterable[Asked], loader_workers: int, device: torch.device = CPU) -> Batches:
     """Return ``samples[batch]`` for each of ``batches``."""
-    if loader_workers or device.type == "cuda":  # a batch is loaded while the rank draws numbers for an earlier one
-        samples.seed = torch.initial_seed()
     loader = DataLoader(
         samples,
         batch_size=None,
@@ -248,13 +246,10 @@ class _Samples(Dataset[Loaded]):
     Errors are returned: DataLoader would put a worker's traceback into the one line of those that it raises.
     """
 
-    seed: int | None = None
-    """Seed of this rank's torch; None if samples draw the numbers that come next there. With a seed, those of a batch
-    depend on the batch alone, not on which others were loaded before."""
-
     def __init__(self, dataset: BatchedDataset, augmentation: Augmentation | None = None) -> None:
         self._dataset = dataset
         self._augmentation = augmentation
+        self._seed = torch.initial_seed()
 
     def __getitem__(self, asked: Asked) -> Loaded:
         worker, start = get_worker_info(), time.perf_counter()
@@ -271,12 +266,12 @@ class _Samples(Dataset[Loaded]):
 
     @contextmanager
     def _random_numbers(self, epoch: int, indices: torch.Tensor) -> Iterator[None]:
-        """Let what is drawn from torch's generator depend on the batch alone, if there is a seed."""
-        if self.seed is None:
-            yield
-            return
+        """Let what is drawn from torch's generator depend on the rank's seed and the batch alone.
+
+        It then does not matter which process loads the batch, when, and what was loaded before.
+        """
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(batch_seed(self.seed, epoch, int(indices[0])))
+            torch.default_generator.manual_seed(batch_seed(self._seed, epoch, int(indices[0])))
             yield
 
 

@@ -94,13 +94,14 @@ class DataSplits:
     sharded: bool = False
     """True if every rank has samples of its own, both for training and testing."""
 
-    def describe(self) -> str:
-        """Return what must be the same on all ranks."""
+    def describe(self, *, own: bool = False) -> str:
+        """Return what must be the same on all ranks; with ``own``, what must stay the same on this rank."""
+        alike = own or not self.sharded
         size = f"{len(self.train)} training samples and {len(self.test)} test samples"
-        text = "samples of each rank's own" if self.sharded else size
+        text = size if alike else "samples of each rank's own"
         text += "" if self.num_classes is None else f" of {self.num_classes} classes"
         text += "" if self.sample_shape is None else f", {'x'.join(map(str, self.sample_shape)) or 'scalar'}"
-        return text if self.sharded or not self.content else f"{text}, {self.content}"
+        return f"{text}, {self.content}" if alike and self.content else text
 
 
 @dataclass(frozen=True, kw_only=True)

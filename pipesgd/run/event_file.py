@@ -5,6 +5,7 @@ torch's SummaryWriter prints a traceback and raises in the training loop when it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -14,8 +15,8 @@ from pathlib import Path
 
 from pipesgd.run.files import Appender
 
-EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..*\.[0-9]+\.0")
-"""Pattern of the names of event files."""
+EVENT_FILE = re.compile(r"events\.out\.tfevents\.([0-9]+)\..*\.[0-9]+\.0")
+"""Pattern of the names of event files, with their number: TensorBoard reads files in the order of their names."""
 
 
 class EventFile:
@@ -28,7 +29,8 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        self._file = Appender(folder / f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}.0")
+        number = max(int(time.time()), _newest(folder) + 1)  # the clock may have been set back
+        self._file = Appender(folder / f"events.out.tfevents.{number}.{platform.node()}.{os.getpid()}.0")
         self._records = RecordWriter(self._file)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pipesgd events")
         self._records.write(Event(step=start, file_version="brain.Event:2").SerializeToString())
@@ -52,3 +54,11 @@ class EventFile:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         event = self._event(step=iteration, wall_time=when, summary=self._summary(value=values))
         self._records.write(event.SerializeToString())
+
+
+def _newest(folder: Path) -> int:
+    """Return the highest number of an event file in ``folder``; 0 if there is none, or the folder cannot be read."""
+    with contextlib.suppress(OSError):
+        names = (EVENT_FILE.fullmatch(path.name) for path in folder.iterdir())
+        return max((int(name[1]) for name in names if name), default=0)
+    return 0

@@ -534,17 +534,19 @@ def test_other_processes_load_an_iterable_in_the_same_order() -> None:
         assert labels_of(batches, 4) == [[6, 7], [10, 11], [2, 3], [6, 7]]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("loader_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("nothing_is_left_to_collect")
-def test_random_numbers_of_samples_in_other_processes_depend_on_the_ranks_seed_and_the_batch_alone() -> None:
+def test_random_numbers_of_samples_depend_on_the_ranks_seed_and_the_batch_alone(loader_workers: int) -> None:
     data = MapStyle(importlib.import_module("own").Noisy(), "data")
+    torch.manual_seed(2)
+    other = _Samples(data)
     torch.manual_seed(1)
-    before = torch.get_rng_state()
-    made = ShardedBatches(data, batch_size=2, rank=1, world_size=2, seed=0, loader_workers=1)
+    resumed, before = _Samples(data), torch.get_rng_state()
+    made = ShardedBatches(data, batch_size=2, rank=1, world_size=2, seed=0, loader_workers=loader_workers)
     with closing(made.from_iteration(1)) as batches:
         drawn = [inputs for inputs, _ in islice(batches, 6)]  # into the third epoch
-    resumed, other = _Samples(data), _Samples(data)
-    resumed.seed, other.seed = 1, 2
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)
     for number, inputs in enumerate(drawn[2:]):
         asked = next(made._batches(3 + number))
         for samples, equal in ((resumed, True), (other, False)):
@@ -552,7 +554,6 @@ def test_random_numbers_of_samples_in_other_processes_depend_on_the_ranks_seed_a
             assert isinstance(batch, tuple)
             assert torch.equal(batch[0], inputs) == equal
     assert len({tuple(row) for inputs in drawn for row in inputs.tolist()}) == 12
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.usefixtures("nothing_is_left_to_collect")

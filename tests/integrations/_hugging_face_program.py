@@ -367,6 +367,39 @@ def repeated() -> dict[str, Any]:
     return {"weights": found, "steps": trainer.state.global_step}
 
 
+def cut_short() -> dict[str, Any]:
+    """Train until all ranks fail before they have saved their pipelines of step 6, and resume from what is left."""
+    found: dict[str, Any] = {}
+    for limit in (1, 2):
+        options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": limit}
+        folder = FOLDER / f"limit {limit}"
+        whole, cut, again = (make_trainer(folder / name, 6, OPTIONS, **options) for name in ("whole", "cut", "cut"))
+        [callback] = [one for one in cut.callback_handler.callbacks if hasattr(one, "pipeline")]
+        save = callback.on_save
+
+        def fail_at_the_end(args: Any, state: Any, *others: Any, save: Any = save, **named: Any) -> None:
+            if state.global_step == 6:
+                raise RunError("the disk is full")
+            save(args, state, *others, **named)
+
+        callback.on_save = fail_at_the_end
+        whole.train()
+        try:
+            cut.train()
+        except RunError as error:
+            callback.pipeline.__exit__(RunError, error, None)
+        dist.barrier()
+        left = sorted(path.name for path in (folder / "cut").iterdir())
+        try:
+            again.train(resume_from_checkpoint=str(folder / "cut" / left[0]))
+            end = weights_sha256(again.model) == weights_sha256(whole.model)
+        except RunError as error:
+            end = str(error).partition(";")[0]
+        found[f"limit {limit}"] = (left, end)
+        dist.barrier()
+    return found
+
+
 def main() -> None:
     found = globals()[SCENARIO.removesuffix(" local steps")]()
     torch.save(copy.deepcopy(found), FOLDER / f"rank-{dist.get_rank()}.pt")

@@ -85,6 +85,12 @@ def test_a_trainer_that_resumes_continues_bit_for_bit(windows: str, tmp_path: Pa
         assert found["resumed"] == found["whole"]
 
 
+def test_a_trainer_that_keeps_two_checkpoints_resumes_after_one_that_was_cut_short(tmp_path: Path) -> None:
+    for found in run("cut_short", tmp_path):
+        assert found["limit 1"] == (["checkpoint-6"], "a checkpoint must have the pipeline of each rank")
+        assert found["limit 2"] == (["checkpoint-3", "checkpoint-6"], True)
+
+
 def test_the_best_model_that_the_trainer_loads_at_the_end_stays_as_it_was_saved(tmp_path: Path) -> None:
     for found in run("best", tmp_path):
         assert found["step"] == "checkpoint-3"

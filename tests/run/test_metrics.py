@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import time
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
@@ -82,6 +83,20 @@ def test_lines_events_and_what_an_interrupted_run_left(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("train/loss")][-1] == (2, 20.0)
     assert [(event.step, event.value) for event in events.Scalars("test/loss")][-1] == (2, 3.0)
     assert "seconds/exposed" in events.Tags()["scalars"]
+
+
+def test_events_of_a_resumed_run_void_earlier_ones_although_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for start, losses, clock in ((0, (0.0, 1.0, 2.0, 3.0), now), (2, (20.0,), now - 3600)):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        with MetricsWriter(tmp_path, start=start) as writer:
+            for iteration, loss in enumerate(losses, start):
+                writer.record(metrics(iteration, loss=loss))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
 
 
 GOOD = json.dumps(asdict(metrics(7)))
