@@ -32,6 +32,7 @@ from pipesgd.flat_buffer import (
     all_finite,
     are_finite,
     check_shapes,
+    check_sizes,
     give_gradients,
     on_device,
     sizes_of_flats,
@@ -553,12 +554,8 @@ class Pipelined(Strategy):
         cut = self._cut_of(state)
         check_shapes(state["agreement"]["missed"], cut.parameters)
         for gradient in state["in_flight"]:
-            saved, here = [as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(cut.buckets)
-            if saved != here:
-                before, now = (" + ".join(map(str, sizes)) for sizes in (saved, here))
-                raise UserInputError(
-                    f"trained parameters must have {before} values, as in the state that is loaded; got {now}"
-                )
+            check_sizes([as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(cut.buckets))
+        self._summing.reducer.check_state(state["exchange"], cut.whole_buckets)
 
     def _cut_of(self, state: dict[str, Any]) -> Cut:
         """Return the parameters that are trained now, with the choices of exchanges in ``state``."""

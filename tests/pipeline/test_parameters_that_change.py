@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _ranks import run_ranks
+from _ranks import error_of, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -324,6 +324,43 @@ def _others(ranks: Ranks, change: str) -> dict[str, str]:
 def test_strategies_that_cannot_follow_a_change_say_so(change: str) -> None:
     expected = "parameters must not be frozen, unfrozen or added while {} trains them; close the strategy"
     for messages in run_ranks(1, _others, change):
+def _states_with_more_and_fewer_residuals(ranks: Ranks, codec: CodecOptions) -> list[str]:
+    said = []
+    for frozen_at_first in (False, True):
+        states = []
+        for frozen in (frozen_at_first, not frozen_at_first):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+            model[0].requires_grad_(not frozen)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            with Pipelined(model, optimizer, width=1, codec=codec, ranks=ranks) as pipeline:
+                model(torch.ones(5, 16)).square().mean().backward()
+                pipeline.step()
+                states.append(pipeline.state_dict())
+                if len(states) == 2:
+                    said.append(error_of(pipeline.load_state_dict, states[0]))
+                    assert repr(pipeline.state_dict()) == repr(states[1]), "nothing is changed"
+                    pipeline.load_state_dict(states[1])
+    return said
+
+
+@pytest.mark.parametrize(
+    ("codec", "more", "fewer"),
+    [
+        (CodecOptions(codec="int4"), "544", "272"),
+        (CodecOptions(codec="topk"), "544", "272"),
+        (CodecOptions(codec="topk", momentum_correction=0.9), "544", "272"),
+        (CodecOptions(codec="powersgd", low_rank=1), "512 + 32", "256 + 16"),
+    ],
+    ids=str,
+)
+def test_what_a_codec_remembers_of_other_parameters_is_refused(codec: CodecOptions, more: str, fewer: str) -> None:
+    """The next gradient got residuals of other parameters, or the codec wrote past the end of the residuals."""
+    said = "UserInputError: trained parameters must have {} values, as in the state that is loaded; got {}"
+    for found in run_ranks(2, _states_with_more_and_fewer_residuals, codec):
+        assert found == [said.format(more, fewer), said.format(fewer, more)]
+
+
         assert messages["ddp"].startswith(expected.format("ddp"))
         assert messages["ps"].startswith(expected.format("a parameter server"))
 
