@@ -55,6 +55,7 @@ from pipesgd.pipeline.exchanges import Exchanges
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
 from pipesgd.pipeline.islands import replica_of
+from pipesgd.pipeline.optimizer_state import share_rank_0s_state
 from pipesgd.pipeline.packing import Packing
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
 from pipesgd.pipeline.sameness import check_same_training, compute_alike, plain
@@ -95,9 +96,9 @@ class Pipelined(Strategy):
     A mean that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
     in the same iteration. The optimizer, its state and a learning-rate scheduler remain the caller's, but until the
     pipeline is closed, steps of the optimizer in the loop are refused.
-    The constructor gives all ranks rank 0's parameters and buffers (``init_sync``). It, ``step``, ``flush``,
-    ``combine_buffers`` and ``close`` are collective: all ranks make these calls in the same order, and fail if they do
-    not.
+    The constructor gives all ranks rank 0's parameters, buffers and optimizer state (``init_sync``). It, ``step``,
+    ``flush``, ``combine_buffers`` and ``close`` are collective: all ranks make these calls in the same order, and fail
+    if they do not.
 
     As a context manager it is closed at the end of the block; see ``close``.
 
@@ -140,8 +141,8 @@ class Pipelined(Strategy):
         in_turns: whether a step sums one bucket alone, in turns, in which case no other parameter may have a gradient;
             only ``LocalSteps`` has a use for that.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
-        init_sync: whether all ranks get rank 0's parameters and buffers; without it they must have the same
-            parameters already, and buffers stay each rank's own.
+        init_sync: whether all ranks get rank 0's parameters, buffers and optimizer state; without it they must have the
+            same parameters and the same state already, and buffers stay each rank's own.
         allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
             are refused by default. ``share_weights`` then makes the replicas equal again: call it before weights are
             saved.
@@ -323,6 +324,7 @@ class Pipelined(Strategy):
             if init_sync:
                 self._replica.share(model, self._parameters)
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_in("Pipelined"))
+                share_rank_0s_state(optimizer, self._ranks, self._sum_in("Pipelined"))
             if self._updates.predicts:
                 self._hooks = TrueWeightsHooks(model, self._updates)
             self._factor_hooks.follow(self._cut.exchanges.by_factors())
