@@ -64,7 +64,7 @@ from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.base import as_real
-from pipesgd.reducers.make import check_eligible, check_reducer
+from pipesgd.reducers.make import check_eligible, check_momentum, check_reducer
 from pipesgd.replicas import SumOverRanks, combine_buffers, nonfinite_ranks, share_rank_0s_values
 from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
@@ -418,6 +418,7 @@ class Pipelined(Strategy):
         It may be called within ``whole``: what that does is done once the gradients are handed over.
         """
         self._cut.check_dense(range(len(self._parameters)))
+        check_momentum(self._codec_options, self._optimizer)
         self._replica.check_alike(self._parameters)
         self._choose_exchanges()
         self._ranks.iteration = self.iteration
