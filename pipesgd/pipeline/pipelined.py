@@ -529,6 +529,7 @@ class Pipelined(Strategy):
         # Only now is the communication thread idle, and with it the reducer.
         return {
             "iteration": self.iteration,
+            "world_size": self._ranks.world_size,
             "codec": self._codec_options.describe(),
             "buckets": self._cut.into,
             "reduce": exchanges.reduce,
@@ -546,8 +547,9 @@ class Pipelined(Strategy):
         self._summing.thread.check()
         if self._half_done is None:
             self._check_whole("load_state_dict")
-        codec = self._codec_options.describe()
+        codec, world_size = self._codec_options.describe(), self._ranks.world_size
         for name, own, default in (
+            ("world_size", world_size, world_size),
             ("codec", codec, codec),
             ("reduce", self._cut.exchanges.reduce, "matrix"),
             ("buckets", self._cut.into, "1"),
@@ -579,8 +581,9 @@ class Pipelined(Strategy):
 
         Raises:
             CommunicationError: another rank has not sent a bucket or a gradient that has left on this rank.
-            UserInputError: ``state`` is of a pipeline with another codec, other buckets, another ``reduce`` or other
-                trained parameters, or buckets have left since the last step. Nothing is changed.
+            UserInputError: ``state`` is of a pipeline with another number of ranks, another codec, other buckets,
+                another ``reduce`` or other trained parameters, or buckets have left since the last step. Nothing is
+                changed.
         """
         self.check_state(state)
         self.load_checked(state)

@@ -255,6 +255,25 @@ def test_an_attached_loop_with_such_a_schedule_is_refused() -> None:
     assert "momentum must be 0 with momentum_correction" in said
 
 
+def _state_of_two(ranks: Ranks) -> dict[str, Any]:
+    model, optimizer = _build("freeze")
+    with Pipelined(model, optimizer, ranks=ranks) as pipeline:
+        _backward(model, ranks.rank, 0)
+        pipeline.step()
+        return pipeline.state_dict()
+
+
+def test_a_state_of_another_number_of_ranks_is_refused() -> None:
+    """Residuals and momentum of the ranks that were left out were lost."""
+    state, _ = run_ranks(2, _state_of_two)
+    model, optimizer = _build("freeze")
+    with Pipelined(model, optimizer) as pipeline:
+        with pytest.raises(UserInputError, match="world_size must be 2, as in the state that is loaded; got 1"):
+            pipeline.load_state_dict(state)
+        del state["world_size"]  # as in states of earlier versions
+        pipeline.load_state_dict(state)
+
+
 def _only_one_rank_changes(ranks: Ranks, both: bool) -> Any:
     model, optimizer = _build("unfreeze")
     pipeline = Pipelined(model, optimizer, width=1, timeout=5.0, ranks=ranks)
