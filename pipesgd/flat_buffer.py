@@ -106,6 +106,13 @@ def sizes_of_flats(buckets: Sequence[Sequence[Tensor]]) -> list[int]:
     return list({number: stop for _, number, _, stop in _places(buckets)}.values())  # the last stop of each
 
 
+def check_sizes(saved: Sequence[int], here: Sequence[int]) -> None:
+    """Raise ``UserInputError`` unless the sizes of a state's tensors are those ``here``."""
+    if list(saved) != list(here):
+        before, now = (" + ".join(map(str, sizes)) for sizes in (saved, here))
+        raise UserInputError(f"trained parameters must have {before} values, as in the state that is loaded; got {now}")
+
+
 def check_shapes(saved: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
     """Raise ``UserInputError`` if there are tensors of a state, and these are not shaped like ``parameters``."""
     if not saved:

@@ -38,6 +38,7 @@ from pipesgd.pipeline.in_flight import InFlight
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.pipeline_config import OF_WINDOWS, PipelineConfig
+from pipesgd.reducers.make import check_momentum
 from pipesgd.strategy import Span, StepReport
 
 IN_THE_LOOP = {
@@ -274,6 +275,7 @@ class AttachedPipeline(Pipelined):
     def _exchange(self, buckets: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
         self._check_left_out("backward")  # the forward pass was in evaluation mode, as with frozen statistics
         check_unchanged(self._optimizer, self._cut.identities, "an attached pipeline")
+        check_momentum(self._codec_options, self._optimizer)
         iteration = self.iteration
         self._ranks.iteration = iteration
         begin = time.perf_counter()

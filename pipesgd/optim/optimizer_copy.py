@@ -69,7 +69,9 @@ class OptimizerCopy:
         if targets:
             torch._foreach_copy_(targets, sources)
         for group, options in zip(self._copy.param_groups, self._original.param_groups, strict=True):
-            group.update((name, value) for name, value in options.items() if name != "params")
+            # An optimizer may count its steps in a tensor among the options: the copy must not count in the same one.
+            own_options = {name: value for name, value in options.items() if name != "params"}
+            group.update(copy.deepcopy(own_options, self._parameters_themselves()))
         self._follow_attributes()
 
     @property

@@ -466,8 +466,8 @@ class LocalSteps(Strategy):
         """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
 
         Raises:
-            UserInputError: ``state`` is of another number of fragments, another codec, another outer optimizer or
-                other trained parameters. Nothing is changed.
+            UserInputError: ``state`` is of another number of ranks or of fragments, another codec, another outer
+                optimizer or other trained parameters. Nothing is changed.
         """
         self.check_state(state)
         self.load_checked(state)

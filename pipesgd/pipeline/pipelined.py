@@ -32,6 +32,7 @@ from pipesgd.flat_buffer import (
     all_finite,
     are_finite,
     check_shapes,
+    check_sizes,
     give_gradients,
     on_device,
     sizes_of_flats,
@@ -55,6 +56,7 @@ from pipesgd.pipeline.exchanges import Exchanges
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
 from pipesgd.pipeline.islands import replica_of
+from pipesgd.pipeline.optimizer_state import share_rank_0s_state
 from pipesgd.pipeline.packing import Packing
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
 from pipesgd.pipeline.sameness import check_same_training, compute_alike, plain
@@ -63,7 +65,7 @@ from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.base import as_real
-from pipesgd.reducers.make import check_eligible, check_reducer
+from pipesgd.reducers.make import check_eligible, check_momentum, check_reducer
 from pipesgd.replicas import SumOverRanks, combine_buffers, nonfinite_ranks, share_rank_0s_values
 from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
@@ -95,9 +97,9 @@ class Pipelined(Strategy):
     A mean that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
     in the same iteration. The optimizer, its state and a learning-rate scheduler remain the caller's, but until the
     pipeline is closed, steps of the optimizer in the loop are refused.
-    The constructor gives all ranks rank 0's parameters and buffers (``init_sync``). It, ``step``, ``flush``,
-    ``combine_buffers`` and ``close`` are collective: all ranks make these calls in the same order, and fail if they do
-    not.
+    The constructor gives all ranks rank 0's parameters, buffers and optimizer state (``init_sync``). It, ``step``,
+    ``flush``, ``combine_buffers`` and ``close`` are collective: all ranks make these calls in the same order, and fail
+    if they do not.
 
     As a context manager it is closed at the end of the block; see ``close``.
 
@@ -140,8 +142,8 @@ class Pipelined(Strategy):
         in_turns: whether a step sums one bucket alone, in turns, in which case no other parameter may have a gradient;
             only ``LocalSteps`` has a use for that.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
-        init_sync: whether all ranks get rank 0's parameters and buffers; without it they must have the same
-            parameters already, and buffers stay each rank's own.
+        init_sync: whether all ranks get rank 0's parameters, buffers and optimizer state; without it they must have the
+            same parameters and the same state already, and buffers stay each rank's own.
         allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
             are refused by default. ``share_weights`` then makes the replicas equal again: call it before weights are
             saved.
@@ -325,6 +327,7 @@ class Pipelined(Strategy):
             if init_sync:
                 self._replica.share(model, self._parameters)
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_in("Pipelined"))
+                share_rank_0s_state(optimizer, self._ranks, self._sum_in("Pipelined"))
             if self._updates.predicts:
                 self._hooks = TrueWeightsHooks(model, self._updates)
             self._factor_hooks.follow(self._cut.exchanges.by_factors())
@@ -418,6 +421,7 @@ class Pipelined(Strategy):
         It may be called within ``whole``: what that does is done once the gradients are handed over.
         """
         self._cut.check_dense(range(len(self._parameters)))
+        check_momentum(self._codec_options, self._optimizer)
         self._replica.check_alike(self._parameters)
         self._choose_exchanges()
         self._ranks.iteration = self.iteration
@@ -529,6 +533,7 @@ class Pipelined(Strategy):
         # Only now is the communication thread idle, and with it the reducer.
         return {
             "iteration": self.iteration,
+            "world_size": self._ranks.world_size,
             "codec": self._codec_options.describe(),
             "buckets": self._cut.into,
             "reduce": exchanges.reduce,
@@ -546,8 +551,9 @@ class Pipelined(Strategy):
         self._summing.thread.check()
         if self._half_done is None:
             self._check_whole("load_state_dict")
-        codec = self._codec_options.describe()
+        codec, world_size = self._codec_options.describe(), self._ranks.world_size
         for name, own, default in (
+            ("world_size", world_size, world_size),
             ("codec", codec, codec),
             ("reduce", self._cut.exchanges.reduce, "matrix"),
             ("buckets", self._cut.into, "1"),
@@ -557,12 +563,8 @@ class Pipelined(Strategy):
         cut = self._cut_of(state)
         check_shapes(state["agreement"]["missed"], cut.parameters)
         for gradient in state["in_flight"]:
-            saved, here = [as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(cut.buckets)
-            if saved != here:
-                before, now = (" + ".join(map(str, sizes)) for sizes in (saved, here))
-                raise UserInputError(
-                    f"trained parameters must have {before} values, as in the state that is loaded; got {now}"
-                )
+            check_sizes([as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(cut.buckets))
+        self._summing.reducer.check_state(state["exchange"], cut.whole_buckets)
 
     def _cut_of(self, state: dict[str, Any]) -> Cut:
         """Return the parameters that are trained now, with the choices of exchanges in ``state``."""
@@ -583,8 +585,9 @@ class Pipelined(Strategy):
 
         Raises:
             CommunicationError: another rank has not sent a bucket or a gradient that has left on this rank.
-            UserInputError: ``state`` is of a pipeline with another codec, other buckets, another ``reduce`` or other
-                trained parameters, or buckets have left since the last step. Nothing is changed.
+            UserInputError: ``state`` is of a pipeline with another number of ranks, another codec, other buckets,
+                another ``reduce`` or other trained parameters, or buckets have left since the last step. Nothing is
+                changed.
         """
         self.check_state(state)
         self.load_checked(state)

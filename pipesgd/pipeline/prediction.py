@@ -467,13 +467,16 @@ class Replayed(Prediction, abc.ABC):
         optimizer, gradients = self._copied()
         self.weights.begin(_data(self._parameters))
         optimizer.follow()
-        for order, (guess, number) in enumerate(guesses):
-            # A copy, since optimizers (and clipping) may change gradients in place.
-            torch._foreach_copy_(gradients, list(guess))
-            self._adapt(gradients, agreement.missed, agreement, oldest=order == 0)
-            self._clip(gradients)
-            give_gradients(self._parameters, gradients)
-            optimizer.step(in_flight[number].hyperparameters)
+        device = gradients[0].device
+        # A rank without a guess takes fewer steps, and must still draw the same random numbers in the next update.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for order, (guess, number) in enumerate(guesses):
+                # A copy, since optimizers (and clipping) may change gradients in place.
+                torch._foreach_copy_(gradients, list(guess))
+                self._adapt(gradients, agreement.missed, agreement, oldest=order == 0)
+                self._clip(gradients)
+                give_gradients(self._parameters, gradients)
+                optimizer.step(in_flight[number].hyperparameters)
         # An optimizer may have given the parameters other storage.
         self.weights.predicted = _data(self._parameters)
         self._extrapolate(self.weights.predicted, self.weights.true, agreement)

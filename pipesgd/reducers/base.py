@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.comm.all_reduce import Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer, take_mean, take_shares
+from pipesgd.flat_buffer import FlatBuffer, check_sizes, sizes_of_flats, take_mean, take_shares
 
 
 class Sum(Protocol):
@@ -53,8 +53,11 @@ class Reducer(Sum, Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state needed to continue bit for bit."""
 
+    def check_state(self, state: dict[str, Any], buckets: Sequence[Sequence[Tensor]]) -> None:
+        """Raise ``UserInputError`` if ``state``, a ``state_dict``, is of other parameters than those of ``buckets``."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict`` of this rank."""
+        """Continue from a ``state_dict`` of this rank that ``check_state`` accepts."""
 
 
 def mean_over_ranks(
@@ -68,6 +71,14 @@ def mean_over_ranks(
 
     take_shares(buffer.flats, world_size)
     reducer.sum(buffer, iteration, finish)
+
+
+def check_kept(kept: Sequence[Tensor], buckets: Sequence[Sequence[Tensor]]) -> None:
+    """Raise ``UserInputError`` unless ``kept`` has the sizes of the first flat tensors of ``buckets``, in float32.
+
+    Where buckets are summed in turns, there is nothing of the later ones at first.
+    """
+    check_sizes([one.numel() for one in kept], sizes_of_flats(buckets)[: len(kept)])
 
 
 class Undo:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesgd.codecs.base import mixed
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer, rearranged
-from pipesgd.reducers.base import Float32Places, as_real
+from pipesgd.reducers.base import Float32Places, as_real, check_kept
 
 
 class DenseReducer:
@@ -69,6 +69,9 @@ class DenseReducer:
 
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": [residual.clone() for residual in self._in_order()]}
+
+    def check_state(self, state: dict[str, Any], buckets: Sequence[Sequence[Tensor]]) -> None:
+        check_kept(state["residuals"], buckets)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._residuals = {number: residual.clone() for number, residual in enumerate(state["residuals"])}

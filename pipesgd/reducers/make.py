@@ -36,14 +36,20 @@ def check_reducer(
     check_at_least("seed", seed, 0)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UserInputError("optimizer must take dense gradients, as means over ranks are; got SparseAdam")
-    momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
-    if options.momentum_correction and momenta:
-        raise UserInputError(f"momentum must be 0 with momentum_correction, which replaces it; got {momenta[0]}")
+    check_momentum(options, optimizer)
     if options.codec == "topk":
         from pipesgd.reducers.topk import count_of
 
         for dtype in {parameter.dtype for parameter in parameters}:
             count_of(sum(p.numel() * (1 + p.is_complex()) for p in parameters if p.dtype == dtype), options.density)
+
+
+def check_momentum(options: CodecOptions, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``UserInputError`` if ``optimizer`` has a momentum now, as a schedule may set it, in addition to the one in
+    ``options``."""
+    momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
+    if options.momentum_correction and momenta:
+        raise UserInputError(f"momentum must be 0 with momentum_correction, which replaces it; got {momenta[0]}")
 
 
 def make_reducer(options: CodecOptions, connections: Connections, *, device: str, seed: int) -> Reducer:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer, are_finite
+from pipesgd.flat_buffer import FlatBuffer, are_finite, check_sizes
 from pipesgd.reducers.base import as_real
 
 
@@ -141,6 +141,12 @@ class PowerSgdReducer:
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": self._residuals.clone(), "right": self._right.clone()}
 
+    def check_state(self, state: dict[str, Any], buckets: Sequence[Sequence[Tensor]]) -> None:
+        if state["right"].numel():
+            matrices = [shape for bucket in buckets for shape in map(self._shape, bucket) if shape[1]]
+            sizes = [sum(rows * columns for rows, columns in matrices), sum(c * self._low_rank for _, c in matrices)]
+            check_sizes([state["residuals"].numel(), state["right"].numel()], sizes)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._residuals = state["residuals"].clone()
         self._right = state["right"].clone()
@@ -148,7 +154,7 @@ class PowerSgdReducer:
 
     def _shape(self, view: Tensor) -> tuple[int, int]:
         """Return rows and columns of a parameter's matrix; for one that is not compressed, its numel and 0."""
-        numel = as_real(view).numel()
+        numel = view.numel() * (2 if view.is_complex() else 1)
         if view.dim() >= 2 and numel:
             rows = len(view)
             columns = numel // rows

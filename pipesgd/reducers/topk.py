@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer, rearranged
-from pipesgd.reducers.base import Float32Places, as_real
+from pipesgd.reducers.base import Float32Places, as_real, check_kept
 
 WARMUP_DENSITY = 0.25
 """Density at which a warm-up begins, as in the paper."""
@@ -108,6 +108,10 @@ class TopKReducer:
             "velocities": [velocity.clone() for velocity in self._velocities],
             "residuals": [residual.clone() for residual in self._residuals],
         }
+
+    def check_state(self, state: dict[str, Any], buckets: Sequence[Sequence[Tensor]]) -> None:
+        check_kept(state["velocities"], buckets)
+        check_kept(state["residuals"], buckets)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._velocities = [velocity.clone() for velocity in state["velocities"]]

@@ -123,6 +123,7 @@ class ShardFile:
         residuals = zip(*(part["pipeline"]["exchange"]["residuals"] for part in parts), strict=True)
         found["left out"] = [torch.stack(of_all).mean(0) for of_all in residuals]
         found["pipeline"]["exchange"]["residuals"] = []
+        found["pipeline"].pop("world_size", None)  # earlier versions had none
         return found
 
     def _read(self, path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _ranks import run_ranks
+from _ranks import error_of, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -225,6 +225,55 @@ def test_parameters_that_are_added_must_pass_the_checks_at_the_start(
     strategy.close()
 
 
+def test_a_momentum_that_a_schedule_sets_is_refused_with_momentum_correction() -> None:
+    """Made after the pipeline, the schedule gave the optimizer a momentum in addition to that of the codec."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    codec = CodecOptions(codec="topk", momentum_correction=0.9)
+    with Pipelined(model, optimizer, width=1, codec=codec) as pipeline:
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(UserInputError, match=r"momentum must be 0 with momentum_correction.*; got 0\.95"):
+            pipeline.step()
+        optimizer.param_groups[0]["momentum"] = 0.0
+        assert pipeline.step().applied == (0,), "the gradient is still there"
+
+
+def _attached_with_momentum(ranks: Ranks) -> str:
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = attach(model, optimizer, codec=CodecOptions(codec="topk", momentum_correction=0.9))
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    with pytest.raises(UserInputError) as refused:
+        model(torch.ones(1, 2)).sum().backward()
+    pipeline.close()
+    return str(refused.value)
+
+
+def test_an_attached_loop_with_such_a_schedule_is_refused() -> None:
+    [said] = run_ranks(1, _attached_with_momentum)
+    assert "momentum must be 0 with momentum_correction" in said
+
+
+def _state_of_two(ranks: Ranks) -> dict[str, Any]:
+    model, optimizer = _build("freeze")
+    with Pipelined(model, optimizer, ranks=ranks) as pipeline:
+        _backward(model, ranks.rank, 0)
+        pipeline.step()
+        return pipeline.state_dict()
+
+
+def test_a_state_of_another_number_of_ranks_is_refused() -> None:
+    """Residuals and momentum of the ranks that were left out were lost."""
+    state, _ = run_ranks(2, _state_of_two)
+    model, optimizer = _build("freeze")
+    with Pipelined(model, optimizer) as pipeline:
+        with pytest.raises(UserInputError, match="world_size must be 2, as in the state that is loaded; got 1"):
+            pipeline.load_state_dict(state)
+        del state["world_size"]  # as in states of earlier versions
+        pipeline.load_state_dict(state)
+
+
 def _only_one_rank_changes(ranks: Ranks, both: bool) -> Any:
     model, optimizer = _build("unfreeze")
     pipeline = Pipelined(model, optimizer, width=1, timeout=5.0, ranks=ranks)
@@ -273,6 +322,43 @@ def _residuals_go_over(ranks: Ranks, codec: str, buckets: int) -> tuple[str, lis
 def test_what_a_codec_remembers_follows_a_change(codec: str, buckets: int) -> None:
     results = run_ranks(2, _residuals_go_over, codec, buckets)
     assert results[0] == results[1]
+
+
+def _states_with_more_and_fewer_residuals(ranks: Ranks, codec: CodecOptions) -> list[str]:
+    said = []
+    for frozen_at_first in (False, True):
+        states = []
+        for frozen in (frozen_at_first, not frozen_at_first):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+            model[0].requires_grad_(not frozen)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            with Pipelined(model, optimizer, width=1, codec=codec, ranks=ranks) as pipeline:
+                model(torch.ones(5, 16)).square().mean().backward()
+                pipeline.step()
+                states.append(pipeline.state_dict())
+                if len(states) == 2:
+                    said.append(error_of(pipeline.load_state_dict, states[0]))
+                    assert repr(pipeline.state_dict()) == repr(states[1]), "nothing is changed"
+                    pipeline.load_state_dict(states[1])
+    return said
+
+
+@pytest.mark.parametrize(
+    ("codec", "more", "fewer"),
+    [
+        (CodecOptions(codec="int4"), "544", "272"),
+        (CodecOptions(codec="topk"), "544", "272"),
+        (CodecOptions(codec="topk", momentum_correction=0.9), "544", "272"),
+        (CodecOptions(codec="powersgd", low_rank=1), "512 + 32", "256 + 16"),
+    ],
+    ids=str,
+)
+def test_what_a_codec_remembers_of_other_parameters_is_refused(codec: CodecOptions, more: str, fewer: str) -> None:
+    """The next gradient got residuals of other parameters, or the codec wrote past the end of the residuals."""
+    said = "UserInputError: trained parameters must have {} values, as in the state that is loaded; got {}"
+    for found in run_ranks(2, _states_with_more_and_fewer_residuals, codec):
+        assert found == [said.format(more, fewer), said.format(fewer, more)]
 
 
 def test_what_another_codec_left_out_follows_a_change() -> None:

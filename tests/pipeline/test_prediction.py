@@ -266,6 +266,54 @@ def test_a_rank_does_not_predict_with_a_gradient_that_is_not_finite(width: int) 
         assert sha256 == results[0][2]
 
 
+class InPlace(torch.optim.SGD):
+    """SGD that counts its steps among the options of its group, in place, and draws a random number in each."""
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.drawn: list[float] = []
+        for group in self.param_groups:
+            group["steps"], group["history"] = torch.zeros(()), []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.drawn.append(torch.rand(()).item())
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["history"].append(len(group["history"]))
+        super().step(closure)
+
+
+def _train_in_place(bad: int | None) -> InPlace:
+    """Train at width 3 with a gradient that is not finite in iteration ``bad``."""
+    model = nn.Linear(2, 1)
+    optimizer = InPlace(model.parameters())
+    with Pipelined(model, optimizer, width=3, on_nonfinite="skip") as pipeline:
+        torch.manual_seed(0)
+        for iteration in range(5):
+            model(torch.full((1, 2), float("nan") if iteration == bad else 1.0)).sum().backward()
+            pipeline.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("bad", [None, 2])
+def test_steps_of_a_prediction_are_not_counted_in_the_options_of_the_optimizer(bad: int | None) -> None:
+    """Options that are changed in place were those of the copy, too, which steps more often than the optimizer."""
+    [group] = _train_in_place(bad).param_groups
+    updates = 5 if bad is None else 4
+    assert (group["steps"], group["history"]) == (updates, list(range(updates)))
+
+
+@pytest.mark.parametrize("bad", [None, 2])
+def test_a_prediction_takes_no_random_numbers_from_the_updates(bad: int | None) -> None:
+    """A rank whose gradient is not finite predicts with fewer steps: its next update drew other numbers than others'.
+
+    So updates draw those of synchronous training.
+    """
+    drawn = _train_in_place(bad).drawn
+    torch.manual_seed(0)
+    assert drawn == [torch.rand(()).item() for _ in range(5 if bad is None else 4)]
+
+
 def _compare(ranks: Ranks, prediction: str | type[Prediction]) -> list[Any]:
     """Train with the r-th unit vector as rank r's gradient, on one rank or two."""
     model = nn.Linear(2, 1, bias=False)
