@@ -71,7 +71,10 @@ class Ranks:
     local_world_size: int = 1
     """Ranks on this node."""
     restart_count: int = 0
-    """Number of times that torchrun has restarted this job (``--max-restarts``)."""
+    """Number of times that torchrun has restarted this job (``--max-restarts``). It does not count a restart because a
+    machine has joined, nor, on one machine, those that another machine has asked for."""
+    processes: int = 0
+    """Number of this process among all that have joined by the store of the job, from 1."""
     by_torchrun: bool = True
     standing: Standing = field(default_factory=Standing)
     before_gather: Callable[[str], None] | None = field(default=None, init=False, repr=False)
@@ -475,6 +478,7 @@ def join() -> Ranks:
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
         store = dist.PrefixStore("pipesgd", store)
+        processes = BoundedStore(store, lambda: DEFAULT_TIMEOUT).run(lambda store: store.add("processes", 1))
         session = open_session(store, rank, world_size, DEFAULT_TIMEOUT)
     except dist.DistError as failure:
         raise lost(failure, rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
@@ -486,6 +490,7 @@ def join() -> Ranks:
         local_rank=_local_rank(),
         local_world_size=_local_world_size(),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        processes=processes,
     )
 
 
