@@ -37,6 +37,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make heartbeats 50 times as fast, and silence count ten times as early, by the same rules."""
     monkeypatch.setattr(watcher, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(watcher, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(heartbeat, "SHORTEST_SILENCE", 0.5)
 
@@ -243,6 +244,23 @@ def test_a_rank_that_stays_silent_ends_the_farewell(watching: Any, monkeypatch: 
     error = job.error(0)
     assert isinstance(error, StoppedBySignal)
     assert "without a farewell checkpoint, since no heartbeat from rank 1 for" in str(error)
+
+
+def test_a_rank_that_becomes_silent_late_in_a_farewell_is_waited_for_as_long(
+    watching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the fifth second on, a link that was cut for three seconds used to cost the checkpoint."""
+    job = watching(2, 30.0)
+    job.watch(0)
+    one = job.ranks[0]._watcher
+    one.close()  # the test makes its decisions by a clock of its own
+    told_to_stop(job, 0)
+    monkeypatch.setattr(one, "_stopping", ("SIGTERM", 100.0))
+    monkeypatch.setattr(one, "_liveness", heartbeat.Liveness(0, 2, 112.0))
+    assert set(one._liveness.silent(115.0)) == {1}
+    assert one._late_farewell(115.0) is None
+    assert one._late_farewell(117.2) is None
+    assert "no heartbeat from rank 1 for 5 s" in str(one._late_farewell(117.4))
 
 
 def test_a_sigterm_after_a_failure_begins_no_farewell(watching: Any, capsys: pytest.CaptureFixture[str]) -> None:
