@@ -210,11 +210,13 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
             say(f"interrupted{where}" + ("; --resume continues from the last checkpoint" if where else ""))
         return EXIT_INTERRUPTED
     if isinstance(failure, StoppedBySignal):
-        if rank == 0 or failure.without is not None:
+        # A parameter server on a rank of its own writes no checkpoint, and knows of none.
+        serves = ranks is not None and 0 < ranks.standing.farewell.members <= rank
+        if rank == 0 or (failure.without is not None and not serves):
             left = restarts_left()
             more = f". torchrun restarts all ranks unless it was stopped itself (restarts left: {left})"
             say(f"{failure}{more if left else ''}")
-        write_error_file(str(failure), "", cause=True)
+        write_error_file(str(failure), "", cause=not serves)
         if ranks is not None:
             ranks.wait_until_all_have_spoken()
         return EXIT_INTERRUPTED if failure.signal == SIGNAL_NAMES[signal.SIGINT] else EXIT_TERMINATED

@@ -208,6 +208,21 @@ def test_a_signal_to_a_rank_alone_is_said_to_end_no_job_that_is_restarted(
     assert capsys.readouterr().err == f"{stopped}{told}\n"
 
 
+def test_a_server_says_nothing_about_checkpoints_that_it_does_not_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It used to say that there is no checkpoint yet, while the workers named theirs."""
+    monkeypatch.setattr("pipesgd.ranks.SPEECH_SECONDS", 0.0)
+    said = []
+    for rank in range(3):
+        ranks = Ranks(rank=rank, world_size=3, store=dist.HashStore())
+        ranks.standing.farewell.open(members=2, start=0, seconds=20.0)
+        failure = StoppedBySignal("SIGTERM", iteration=5, newest=3, without="20 s were not enough for it")
+        assert pipesgd.exit._explain(failure, ranks) == 143
+        said.append("without a farewell checkpoint" in capsys.readouterr().err)
+    assert said == [True, True, False]
+
+
 def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter server on a dedicated rank ends like this when its workers are told to stop."""
     store = dist.HashStore()
