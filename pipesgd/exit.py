@@ -136,7 +136,7 @@ def _run(command: Callable[[Sequence[str], Ranks, Screen], None], argv: Sequence
         signals.farewell = ranks.standing.farewell
         console = screen(ranks)
         # If the main thread is in a wait of gloo's, which nothing can end, the watcher's thread ends this process.
-        stop_watching = ranks.watch(lambda error: _end(error, ranks, console))
+        stop_watching = ranks.watch(lambda error: _end(error, ranks, console), even_alone=True)
         command(argv, ranks, console)
         ranks.need_not_speak()
         stop_watching()

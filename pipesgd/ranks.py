@@ -144,10 +144,11 @@ class Ranks:
             self._first[number]._job = self._job
         return self._first[number]
 
-    def watch(self, on_failure: Callable[[RunError], None]) -> Callable[[], None]:
+    def watch(self, on_failure: Callable[[RunError], None], *, even_alone: bool = False) -> Callable[[], None]:
         """Call ``on_failure``, in a thread of its own, when another rank of the job is lost or has failed.
 
         From the first call on, this rank gives heartbeats until every function that was returned has been called.
+        A single rank has nobody to watch, and does nothing unless ``even_alone``: then the thread sees to its farewell.
 
         Returns:
             A function that ends the watch.
@@ -156,7 +157,7 @@ class Ranks:
             CommunicationError: the store is gone, or hangs.
         """
         job = self._job
-        if job.world_size == 1:
+        if job.world_size == 1 and not even_alone:
             return lambda: None
         if job._failure is not None:
             on_failure(job._failure)

@@ -73,6 +73,27 @@ def test_a_signal_whose_exception_python_swallows_ends_a_rank_all_the_same(
     assert _run(script, tmp_path) == end
 
 
+def test_a_single_rank_says_what_a_signal_does_and_ends_when_the_farewell_takes_too_long(tmp_path: Path) -> None:
+    """The first signal used to be without effect until the next iteration, and without a word."""
+    script = """
+        import os, signal, threading
+        from pipesgd.exit import run_and_exit
+
+        def command(words, ranks, console):
+            ranks.standing.farewell.open(members=1, start=0, seconds=0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+
+        run_and_exit(command, [])
+    """
+    said = (
+        "SIGTERM: all ranks write a checkpoint and stop; a second one ends them at once\n"
+        "stopped by SIGTERM without a farewell checkpoint, since 0.2 s were not enough for it; "
+        "there is no checkpoint yet\n"
+    )
+    assert _run(script, tmp_path) == (143, said)
+
+
 def test_a_rank_whose_terminal_is_gone_says_its_error_and_ends(tmp_path: Path) -> None:
     script = """
         import io, sys, threading
