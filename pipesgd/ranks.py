@@ -96,6 +96,8 @@ class Ranks:
     _all_attempts: BoundedStore = field(init=False, repr=False)
     _job: Ranks = field(init=False, repr=False)
     _watcher: Watcher | None = field(default=None, init=False, repr=False)
+    _reports: BoundedStore | None = field(default=None, init=False, repr=False)
+    """Client of the store for reports while there is a watcher, whose own client must not be given up with them."""
     _listeners: list[Callable[[RunError], None]] = field(default_factory=list, init=False, repr=False)
     _failure: RunError | None = field(default=None, init=False, repr=False)
 
@@ -167,6 +169,7 @@ class Ranks:
                 job.enter("start")
             try:
                 store = job._calls.clone(lambda: job.standing.longest_silence)
+                job._reports = job._calls.clone(lambda: REPORT_GRACE_SECONDS)
             except dist.DistError as failure:
                 raise lost(failure, job.number(job.rank), None, "connection to the store", self.timeout) from failure
             job._watcher = Watcher(
@@ -184,7 +187,7 @@ class Ranks:
                 job._listeners.remove(on_failure)
             if not job._listeners and job._watcher is not None:
                 job._watcher.close()
-                job._watcher = None
+                job._watcher = job._reports = None
 
         return stop
 
@@ -378,7 +381,7 @@ class Ranks:
 
         An empty ``error`` says that another rank's failure has ended this one.
         """
-        calls = self._calls if self._job._watcher is None else self._job._watcher.store
+        calls = self._job._reports or self._calls
         calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line must not wait for it
         calls.set(report_key(self.rank), json.dumps([error, peer]))
         if error:
@@ -390,7 +393,7 @@ class Ranks:
         Raises:
             RuntimeError: the store is gone, or hangs.
         """
-        calls = self._calls if self._job._watcher is None else self._job._watcher.store
+        calls = self._job._reports or self._calls
         self.report(error, peer)
         keys = [report_key(rank) for rank in range(self.world_size)]
         if poll(lambda: calls.check(keys), REPORT_GRACE_SECONDS):

@@ -336,6 +336,54 @@ def test_a_store_that_hangs_is_an_error_at_the_deadline_and_the_end_does_not_wai
             thread.join(DEADLINE)
 
 
+class SlowForReports(dist.Store):
+    """A store that does not answer to a report until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+        self._store = dist.HashStore()
+
+    def clone(self) -> SlowForReports:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        if key.startswith("failure/"):
+            self.released.wait()
+        self._store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get(keys)
+
+
+def test_a_report_that_takes_too_long_does_not_end_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watcher used to end the process because of it, before the main thread could say why it failed."""
+    monkeypatch.setattr("pipesgd.ranks.REPORT_GRACE_SECONDS", 0.2)
+    store = SlowForReports()
+    ranks = Ranks(rank=1, world_size=2, store=store, standing=Standing(30.0))
+    errors: queue.SimpleQueue[CommunicationError] = queue.SimpleQueue()
+    stop = ranks.watch(errors.put)
+    with pytest.raises(RuntimeError, match="has not answered"):
+        ranks.report("rank 1: the disk is full")
+
+    def beats() -> int:
+        beat = Beat.decode(store.multi_get(["beat/1"])[0])
+        assert beat is not None
+        return beat.count
+
+    before = beats()
+    wait_until(lambda: beats() >= before + 3)
+    assert errors.empty()
+    store.released.set()
+    stop()
+    for thread in threading.enumerate():
+        if thread.name == "pipesgd-store":
+            thread.join(DEADLINE)
+
+
 def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a_rank_that_does_not_is_not(
     watching: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
