@@ -21,9 +21,10 @@ from _waiting import wait_until
 
 from pipesgd import Pipelined, process
 from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed, StoppedBySignal
-from pipesgd.membership import heartbeat, watcher
+from pipesgd.membership import heartbeat, session, watcher
 from pipesgd.membership.farewell import Farewell
 from pipesgd.membership.heartbeat import LEFT, Beat, Standing
+from pipesgd.membership.session import open_session
 from pipesgd.ranks import Ranks
 from pipesgd.reducers import make
 
@@ -382,6 +383,50 @@ def test_a_report_that_takes_too_long_does_not_end_the_heartbeat(monkeypatch: py
     for thread in threading.enumerate():
         if thread.name == "pipesgd-store":
             thread.join(DEADLINE)
+
+
+def test_a_process_that_is_started_again_says_that_its_predecessor_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others notice it only after ``--timeout``: its successor used to wait for them in vain before that."""
+    store = dist.HashStore()
+    sessions: dict[str, dist.Store] = {}
+
+    def meet(rank: int, attempt: str) -> threading.Thread:
+        def run() -> None:
+            sessions[f"{attempt} {rank}"] = open_session(store, rank, 2, DEADLINE)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    for thread in [meet(0, "first"), meet(1, "first")]:
+        thread.join()
+    monkeypatch.setattr(session, "_PROCESS", "another process")
+    successor = meet(1, "second")
+    healthy = Ranks(rank=0, world_size=2, store=sessions["first 0"], standing=Standing(30.0))
+    errors: queue.SimpleQueue[CommunicationError] = queue.SimpleQueue()
+    stop = healthy.watch(errors.put)
+    error = errors.get(timeout=DEADLINE)
+    stop()
+    assert str(error) == (
+        "rank 0: stopped in start: rank 1 has failed: rank 1: its process has ended without a word, and another one "
+        "has been started"
+    )
+    meet(0, "second").join()
+    successor.join()
+    assert len(sessions) == 4
+    assert not sessions["second 0"].check([watcher.FAILURE]), "the new session begins without a failure"
+
+
+def test_a_process_that_had_not_joined_is_replaced_without_a_word() -> None:
+    """Rank 0 may be waiting in that very session, which the successor then joins."""
+    store = dist.HashStore()
+    store.set("name of rank 1", "dead")
+    store.set("answer to dead", "a session")
+    meeting = threading.Thread(target=open_session, args=(store, 0, 2, DEADLINE))
+    meeting.start()
+    open_session(store, 1, 2, DEADLINE)
+    meeting.join()
+    assert not store.check([f"a session/{watcher.FAILURE}"])
 
 
 def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a_rank_that_does_not_is_not(
