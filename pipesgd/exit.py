@@ -136,7 +136,7 @@ def _run(command: Callable[[Sequence[str], Ranks, Screen], None], argv: Sequence
         signals.farewell = ranks.standing.farewell
         console = screen(ranks)
         # If the main thread is in a wait of gloo's, which nothing can end, the watcher's thread ends this process.
-        stop_watching = ranks.watch(lambda error: _end(error, ranks, console))
+        stop_watching = ranks.watch(lambda error: _end(error, ranks, console), even_alone=True)
         command(argv, ranks, console)
         ranks.need_not_speak()
         stop_watching()
@@ -210,11 +210,13 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
             say(f"interrupted{where}" + ("; --resume continues from the last checkpoint" if where else ""))
         return EXIT_INTERRUPTED
     if isinstance(failure, StoppedBySignal):
-        if rank == 0 or failure.without is not None:
+        # A parameter server on a rank of its own writes no checkpoint, and knows of none.
+        serves = ranks is not None and 0 < ranks.standing.farewell.members <= rank
+        if rank == 0 or (failure.without is not None and not serves):
             left = restarts_left()
             more = f". torchrun restarts all ranks unless it was stopped itself (restarts left: {left})"
             say(f"{failure}{more if left else ''}")
-        write_error_file(str(failure), "", cause=True)
+        write_error_file(str(failure), "", cause=not serves)
         if ranks is not None:
             ranks.wait_until_all_have_spoken()
         return EXIT_INTERRUPTED if failure.signal == SIGNAL_NAMES[signal.SIGINT] else EXIT_TERMINATED

@@ -71,7 +71,10 @@ class Ranks:
     local_world_size: int = 1
     """Ranks on this node."""
     restart_count: int = 0
-    """Number of times that torchrun has restarted this job (``--max-restarts``)."""
+    """Number of times that torchrun has restarted this job (``--max-restarts``). It does not count a restart because a
+    machine has joined, nor, on one machine, those that another machine has asked for."""
+    processes: int = 0
+    """Number of this process among all that have joined by the store of the job, from 1."""
     by_torchrun: bool = True
     standing: Standing = field(default_factory=Standing)
     before_gather: Callable[[str], None] | None = field(default=None, init=False, repr=False)
@@ -93,6 +96,8 @@ class Ranks:
     _all_attempts: BoundedStore = field(init=False, repr=False)
     _job: Ranks = field(init=False, repr=False)
     _watcher: Watcher | None = field(default=None, init=False, repr=False)
+    _reports: BoundedStore | None = field(default=None, init=False, repr=False)
+    """Client of the store for reports while there is a watcher, whose own client must not be given up with them."""
     _listeners: list[Callable[[RunError], None]] = field(default_factory=list, init=False, repr=False)
     _failure: RunError | None = field(default=None, init=False, repr=False)
 
@@ -141,10 +146,11 @@ class Ranks:
             self._first[number]._job = self._job
         return self._first[number]
 
-    def watch(self, on_failure: Callable[[RunError], None]) -> Callable[[], None]:
+    def watch(self, on_failure: Callable[[RunError], None], *, even_alone: bool = False) -> Callable[[], None]:
         """Call ``on_failure``, in a thread of its own, when another rank of the job is lost or has failed.
 
         From the first call on, this rank gives heartbeats until every function that was returned has been called.
+        A single rank has nobody to watch, and does nothing unless ``even_alone``: then the thread sees to its farewell.
 
         Returns:
             A function that ends the watch.
@@ -153,7 +159,7 @@ class Ranks:
             CommunicationError: the store is gone, or hangs.
         """
         job = self._job
-        if job.world_size == 1:
+        if job.world_size == 1 and not even_alone:
             return lambda: None
         if job._failure is not None:
             on_failure(job._failure)
@@ -163,6 +169,7 @@ class Ranks:
                 job.enter("start")
             try:
                 store = job._calls.clone(lambda: job.standing.longest_silence)
+                job._reports = job._calls.clone(lambda: REPORT_GRACE_SECONDS)
             except dist.DistError as failure:
                 raise lost(failure, job.number(job.rank), None, "connection to the store", self.timeout) from failure
             job._watcher = Watcher(
@@ -180,7 +187,7 @@ class Ranks:
                 job._listeners.remove(on_failure)
             if not job._listeners and job._watcher is not None:
                 job._watcher.close()
-                job._watcher = None
+                job._watcher = job._reports = None
 
         return stop
 
@@ -374,7 +381,7 @@ class Ranks:
 
         An empty ``error`` says that another rank's failure has ended this one.
         """
-        calls = self._calls if self._job._watcher is None else self._job._watcher.store
+        calls = self._job._reports or self._calls
         calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line must not wait for it
         calls.set(report_key(self.rank), json.dumps([error, peer]))
         if error:
@@ -386,7 +393,7 @@ class Ranks:
         Raises:
             RuntimeError: the store is gone, or hangs.
         """
-        calls = self._calls if self._job._watcher is None else self._job._watcher.store
+        calls = self._job._reports or self._calls
         self.report(error, peer)
         keys = [report_key(rank) for rank in range(self.world_size)]
         if poll(lambda: calls.check(keys), REPORT_GRACE_SECONDS):
@@ -475,6 +482,7 @@ def join() -> Ranks:
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
         store = dist.PrefixStore("pipesgd", store)
+        processes = BoundedStore(store, lambda: DEFAULT_TIMEOUT).run(lambda store: store.add("processes", 1))
         session = open_session(store, rank, world_size, DEFAULT_TIMEOUT)
     except dist.DistError as failure:
         raise lost(failure, rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
@@ -486,6 +494,7 @@ def join() -> Ranks:
         local_rank=_local_rank(),
         local_world_size=_local_world_size(),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        processes=processes,
     )
 
 

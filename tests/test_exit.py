@@ -73,6 +73,27 @@ def test_a_signal_whose_exception_python_swallows_ends_a_rank_all_the_same(
     assert _run(script, tmp_path) == end
 
 
+def test_a_single_rank_says_what_a_signal_does_and_ends_when_the_farewell_takes_too_long(tmp_path: Path) -> None:
+    """The first signal used to be without effect until the next iteration, and without a word."""
+    script = """
+        import os, signal, threading
+        from pipesgd.exit import run_and_exit
+
+        def command(words, ranks, console):
+            ranks.standing.farewell.open(members=1, start=0, seconds=0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+
+        run_and_exit(command, [])
+    """
+    said = (
+        "SIGTERM: all ranks write a checkpoint and stop; a second one ends them at once\n"
+        "stopped by SIGTERM without a farewell checkpoint, since 0.2 s were not enough for it; "
+        "there is no checkpoint yet\n"
+    )
+    assert _run(script, tmp_path) == (143, said)
+
+
 def test_a_rank_whose_terminal_is_gone_says_its_error_and_ends(tmp_path: Path) -> None:
     script = """
         import io, sys, threading
@@ -206,6 +227,21 @@ def test_a_signal_to_a_rank_alone_is_said_to_end_no_job_that_is_restarted(
     assert pipesgd.exit._explain(StoppedBySignal("SIGTERM", iteration=5, newest=5), None) == 143
     stopped = "stopped by SIGTERM after iteration 5; --resume continues from its checkpoint"
     assert capsys.readouterr().err == f"{stopped}{told}\n"
+
+
+def test_a_server_says_nothing_about_checkpoints_that_it_does_not_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It used to say that there is no checkpoint yet, while the workers named theirs."""
+    monkeypatch.setattr("pipesgd.ranks.SPEECH_SECONDS", 0.0)
+    said = []
+    for rank in range(3):
+        ranks = Ranks(rank=rank, world_size=3, store=dist.HashStore())
+        ranks.standing.farewell.open(members=2, start=0, seconds=20.0)
+        failure = StoppedBySignal("SIGTERM", iteration=5, newest=3, without="20 s were not enough for it")
+        assert pipesgd.exit._explain(failure, ranks) == 143
+        said.append("without a farewell checkpoint" in capsys.readouterr().err)
+    assert said == [True, True, False]
 
 
 def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,15 @@ def test_without_torchrun_there_is_one_rank() -> None:
     assert ranks.all_gather_object("a value", "x") == ["x"]
 
 
+def test_processes_are_counted_in_the_store_that_torchrun_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted process that is the first one there has got a new store."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, 0, 1)]))
+    assert [join().processes for _ in range(2)] == [1, 2]
+
+
 def _first(ranks: Ranks) -> Any:
     first = ranks.first(2)
     assert first.first(2) is first

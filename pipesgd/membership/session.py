@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
 
@@ -9,6 +10,10 @@ import torch.distributed as dist
 
 from pipesgd.errors import DeadlineExceeded, named
 from pipesgd.membership.store import BoundedStore, decode_text, poll
+from pipesgd.membership.watcher import FAILURE, report_key
+
+_PROCESS = uuid.uuid4().hex
+"""Name of this process, with which all names that it chooses begin."""
 
 
 def open_session(
@@ -19,12 +24,18 @@ def open_session(
     torchrun keeps the store when it restarts the ranks (``--max-restarts``), and its count of restarts may
     differ between machines. So every process chooses a name of its own, and rank 0 answers each name that it
     finds with its own name, which becomes the session's. Nobody reads an answer to a dead process.
+    The other ranks may not know yet that a process is dead, and its successor would wait for them in vain: so it first
+    reports its predecessor's end to the session that this was in.
     Errors name each rank by its ``number``.
     """
     calls = BoundedStore(store, lambda: timeout)
-    me = uuid.uuid4().hex
-    if rank > 0:
-        calls.set(f"name of rank {rank}", me)
+    me = _PROCESS + uuid.uuid4().hex
+    _report_predecessor(calls, rank, number(rank))
+    calls.set(f"name of rank {rank}", me)
+    if rank == 0:
+        calls.set(f"answer to {me}", me)
+        calls.set(f"{me}/joined by 0", "")
+    else:
         if not poll(lambda: calls.check([f"answer to {me}"]), timeout):
             reason = f"no answer within {timeout:g} s"
             raise DeadlineExceeded(rank=number(rank), peer=number(0), operation="start", reason=reason)
@@ -46,3 +57,18 @@ def open_session(
         reason = f"no message within {timeout:g} s from {named([number(other) for other in missing])}"
         raise DeadlineExceeded(rank=number(rank), peer=number(missing[0]), operation="start", reason=reason)
     return dist.PrefixStore(me, store)
+
+
+def _report_predecessor(calls: BoundedStore, rank: int, number: int) -> None:
+    """Report that the process that was this ``rank`` before has ended, if it was in a session without a failure."""
+    if not calls.check([f"name of rank {rank}"]):
+        return
+    name = decode_text(calls.get([f"name of rank {rank}"])[0])
+    if name.startswith(_PROCESS) or not calls.check([f"answer to {name}"]):
+        return
+    session = decode_text(calls.get([f"answer to {name}"])[0])
+    # A process that had not joined yet is simply replaced by this one.
+    if calls.check([f"{session}/joined by {rank}"]) and not calls.check([f"{session}/{FAILURE}"]):
+        reason = f"rank {number}: its process has ended without a word, and another one has been started"
+        calls.set(f"{session}/{report_key(rank)}", json.dumps([reason, None]))
+        calls.set(f"{session}/{FAILURE}", "")

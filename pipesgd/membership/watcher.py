@@ -12,7 +12,16 @@ from typing import Any
 import torch.distributed as dist
 
 from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed, RunError, StoppedBySignal
-from pipesgd.membership.heartbeat import BEAT_SECONDS, LEFT, Beat, Liveness, News, Standing, no_word_from
+from pipesgd.membership.heartbeat import (
+    BEAT_SECONDS,
+    LEFT,
+    SILENT_SECONDS,
+    Beat,
+    Liveness,
+    News,
+    Standing,
+    no_word_from,
+)
 from pipesgd.membership.store import BoundedStore, MalformedValue, StoreSilent, decode, decode_text, present
 
 FAILURE = "a failure"
@@ -22,8 +31,8 @@ STOPPING = "stopping"
 """Key of the signal that asked a rank to stop."""
 
 FAREWELL_SILENCE = 5.0
-"""Seconds within which ranks that are silent when the farewell begins must be heard again. A connection that was cut
-for a few seconds stays silent for as long again, since TCP doubles its wait whenever a retransmission fails."""
+"""Seconds of a farewell in which a rank that has become silent must be heard again. A connection that was cut for a few
+seconds stays silent for as long again, since TCP doubles its wait whenever a retransmission fails."""
 
 CLOSE_SECONDS = 2.0
 
@@ -192,7 +201,8 @@ class Watcher:
         farewell = self._standing.farewell
         silent = {rank: seconds for rank, seconds in self._liveness.silent(now).items() if rank < farewell.members}
         late = f"{farewell.seconds:g} s were not enough for it"
-        patience = min(FAREWELL_SILENCE, farewell.seconds) if silent else farewell.seconds
+        lost = max(silent.values(), default=0.0) >= SILENT_SECONDS + FAREWELL_SILENCE
+        patience = min(FAREWELL_SILENCE, farewell.seconds) if lost else farewell.seconds
         if not farewell.is_open or now - since < patience:
             return None
         return StoppedBySignal(

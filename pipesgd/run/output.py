@@ -47,11 +47,18 @@ def earlier_run(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
         UserInputError: the folder holds something else, or a run that is neither to be resumed nor to be deleted.
         CheckpointError: its content cannot be read.
     """
-    folder, resume = config.run.output, _resumes(config, ranks)
+    folder, overwrite, resume = config.run.output, config.run.overwrite, _resumes(config, ranks)
+    joined = ranks.all_gather_object("count of restarts", [ranks.restart_count, ranks.processes])
+    restarts, processes = map(max, zip(*joined, strict=True))
 
     def check() -> None:
         check_unused(folder)
-        _check_contents(folder, resume, config.run.overwrite)
+        _check_contents(folder, resume, overwrite)
+        if overwrite and not resume and restarts and processes <= ranks.world_size and (folder / RUN_FILE).exists():
+            raise UserInputError(
+                f"output must hold no run when torchrun restarts the ranks with a new store; got {folder}, which may "
+                "hold the run of this very job, so --overwrite does not delete it (--resume continues it)"
+            )
 
     ranks.raise_together("what the output folder holds", check)
 
@@ -168,10 +175,9 @@ def _describe(folder: Path, description: dict[str, Any]) -> None:
 
 
 def _resumes(config: TrainConfig, ranks: Ranks) -> bool:
-    # One machine's torchrun may not count a restart that another one asked for, so the highest count decides.
-    # A restart does not continue the run of an earlier job: the options decide what happens to its folder.
-    restarted = max(ranks.all_gather_object("count of restarts", ranks.restart_count)) > 0
-    return config.run.resume or (restarted and ranks.job_has(TAKEN))
+    # torchrun does not count every restart. One does not continue the run of an earlier job: the options decide what
+    # happens to its folder.
+    return config.run.resume or ranks.job_has(TAKEN)
 
 
 def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: bool, chosen: dict[str, Any]) -> None:

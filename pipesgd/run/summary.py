@@ -69,7 +69,7 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, *, total: int,
     )
     if not ranks.by_torchrun:
         text += f"\nnot started by torchrun, so there is one rank; for four: {HOW_TO_START}"
-    if config.run.resume or ranks.restart_count:
+    if config.run.resume or ranks.restart_count or start:
         text += "\n" + _where_it_resumes(start, total)
     return text
 

@@ -110,6 +110,21 @@ def start(
     return None
 
 
+def _phase_at_the_end(ranks: Ranks) -> tuple[str, bool]:
+    ranks.enter("loading of data and model")
+    model = nn.Linear(2, 1)
+    strategy = start(ranks, model, torch.optim.SGD(model.parameters(), lr=0.1), {"placement": "dedicated"})
+    if strategy is not None:
+        strategy.close()
+    beat = ranks.standing.beat(0.0)
+    return beat.phase, beat.waiting
+
+
+def test_a_server_on_a_rank_of_its_own_waits_for_its_workers() -> None:
+    """Every line about a long wait used to name it: "rank 1 (loading of data and model for 900 s)"."""
+    assert run_ranks(2, _phase_at_the_end)[1] == ("serving", True)
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -21,9 +21,10 @@ from _waiting import wait_until
 
 from pipesgd import Pipelined, process
 from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed, StoppedBySignal
-from pipesgd.membership import heartbeat, watcher
+from pipesgd.membership import heartbeat, session, watcher
 from pipesgd.membership.farewell import Farewell
 from pipesgd.membership.heartbeat import LEFT, Beat, Standing
+from pipesgd.membership.session import open_session
 from pipesgd.ranks import Ranks
 from pipesgd.reducers import make
 
@@ -37,6 +38,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make heartbeats 50 times as fast, and silence count ten times as early, by the same rules."""
     monkeypatch.setattr(watcher, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(watcher, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(heartbeat, "SHORTEST_SILENCE", 0.5)
 
@@ -245,6 +247,23 @@ def test_a_rank_that_stays_silent_ends_the_farewell(watching: Any, monkeypatch: 
     assert "without a farewell checkpoint, since no heartbeat from rank 1 for" in str(error)
 
 
+def test_a_rank_that_becomes_silent_late_in_a_farewell_is_waited_for_as_long(
+    watching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the fifth second on, a link that was cut for three seconds used to cost the checkpoint."""
+    job = watching(2, 30.0)
+    job.watch(0)
+    one = job.ranks[0]._watcher
+    one.close()  # the test makes its decisions by a clock of its own
+    told_to_stop(job, 0)
+    monkeypatch.setattr(one, "_stopping", ("SIGTERM", 100.0))
+    monkeypatch.setattr(one, "_liveness", heartbeat.Liveness(0, 2, 112.0))
+    assert set(one._liveness.silent(115.0)) == {1}
+    assert one._late_farewell(115.0) is None
+    assert one._late_farewell(117.2) is None
+    assert "no heartbeat from rank 1 for 5 s" in str(one._late_farewell(117.4))
+
+
 def test_a_sigterm_after_a_failure_begins_no_farewell(watching: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """torchrun ends the other ranks by it while they explain why they fail."""
     job = watching(2, 30.0)
@@ -316,6 +335,98 @@ def test_a_store_that_hangs_is_an_error_at_the_deadline_and_the_end_does_not_wai
     for thread in threading.enumerate():
         if thread.name == "pipesgd-store":
             thread.join(DEADLINE)
+
+
+class SlowForReports(dist.Store):
+    """A store that does not answer to a report until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+        self._store = dist.HashStore()
+
+    def clone(self) -> SlowForReports:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        if key.startswith("failure/"):
+            self.released.wait()
+        self._store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get(keys)
+
+
+def test_a_report_that_takes_too_long_does_not_end_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watcher used to end the process because of it, before the main thread could say why it failed."""
+    monkeypatch.setattr("pipesgd.ranks.REPORT_GRACE_SECONDS", 0.2)
+    store = SlowForReports()
+    ranks = Ranks(rank=1, world_size=2, store=store, standing=Standing(30.0))
+    errors: queue.SimpleQueue[CommunicationError] = queue.SimpleQueue()
+    stop = ranks.watch(errors.put)
+    with pytest.raises(RuntimeError, match="has not answered"):
+        ranks.report("rank 1: the disk is full")
+
+    def beats() -> int:
+        beat = Beat.decode(store.multi_get(["beat/1"])[0])
+        assert beat is not None
+        return beat.count
+
+    before = beats()
+    wait_until(lambda: beats() >= before + 3)
+    assert errors.empty()
+    store.released.set()
+    stop()
+    for thread in threading.enumerate():
+        if thread.name == "pipesgd-store":
+            thread.join(DEADLINE)
+
+
+def test_a_process_that_is_started_again_says_that_its_predecessor_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others notice it only after ``--timeout``: its successor used to wait for them in vain before that."""
+    store = dist.HashStore()
+    sessions: dict[str, dist.Store] = {}
+
+    def meet(rank: int, attempt: str) -> threading.Thread:
+        def run() -> None:
+            sessions[f"{attempt} {rank}"] = open_session(store, rank, 2, DEADLINE)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    for thread in [meet(0, "first"), meet(1, "first")]:
+        thread.join()
+    monkeypatch.setattr(session, "_PROCESS", "another process")
+    successor = meet(1, "second")
+    healthy = Ranks(rank=0, world_size=2, store=sessions["first 0"], standing=Standing(30.0))
+    errors: queue.SimpleQueue[CommunicationError] = queue.SimpleQueue()
+    stop = healthy.watch(errors.put)
+    error = errors.get(timeout=DEADLINE)
+    stop()
+    assert str(error) == (
+        "rank 0: stopped in start: rank 1 has failed: rank 1: its process has ended without a word, and another one "
+        "has been started"
+    )
+    meet(0, "second").join()
+    successor.join()
+    assert len(sessions) == 4
+    assert not sessions["second 0"].check([watcher.FAILURE]), "the new session begins without a failure"
+
+
+def test_a_process_that_had_not_joined_is_replaced_without_a_word() -> None:
+    """Rank 0 may be waiting in that very session, which the successor then joins."""
+    store = dist.HashStore()
+    store.set("name of rank 1", "dead")
+    store.set("answer to dead", "a session")
+    meeting = threading.Thread(target=open_session, args=(store, 0, 2, DEADLINE))
+    meeting.start()
+    open_session(store, 1, 2, DEADLINE)
+    meeting.join()
+    assert not store.check([f"a session/{watcher.FAILURE}"])
 
 
 def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a_rank_that_does_not_is_not(

@@ -41,20 +41,25 @@ def take(folder: Path, words: str = "") -> Any:
     return run_rank_threads(1, _take, configuration(folder, words))[0]
 
 
-def attempts_of_one_job(folder: Path, words: str, number: int, *, between: Callable[[], object]) -> list[Any]:
+def attempts_of_one_job(
+    folder: Path, words: str, number: int, *, counted: bool, between: Callable[[], object]
+) -> list[Any]:
     """Return the locks of a job and its torchrun restarts, which share a store; call ``between`` after each of them."""
     store, got = dist.HashStore(), []
-    for count in range(number):
-        session = dist.PrefixStore(f"attempt {count}", store)
-        ranks = Ranks(rank=0, world_size=1, store=session, job_store=store, restart_count=count)
+    for attempt in range(number):
+        session = dist.PrefixStore(f"attempt {attempt}", store)
+        count = attempt if counted else 0
+        ranks = Ranks(rank=0, world_size=1, store=session, job_store=store, restart_count=count, processes=attempt + 1)
         got.append(_take(ranks, configuration(folder, words)))
         got[-1].release()
         between()
     return got
 
 
+@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("words", ["", "--overwrite"])
-def test_a_restart_continues_what_its_job_has_begun(tmp_path: Path, words: str) -> None:
+def test_a_restart_continues_what_its_job_has_begun(tmp_path: Path, words: str, counted: bool) -> None:
+    """torchrun counts no restart when a machine joins: ``--overwrite`` used to delete the checkpoints of the job."""
     if words:
         take(tmp_path).release()
         (tmp_path / "model.pt").write_text("of an earlier job")
@@ -64,7 +69,7 @@ def test_a_restart_continues_what_its_job_has_begun(tmp_path: Path, words: str) 
         found.append((tmp_path / "model.pt").exists())
         (tmp_path / "model.pt").write_text("of this job")
 
-    attempts_of_one_job(tmp_path, words, 2, between=look_and_train)
+    attempts_of_one_job(tmp_path, words, 2, counted=counted, between=look_and_train)
     assert found == [False, True]
 
 
@@ -72,7 +77,7 @@ def test_a_restart_continues_nothing_of_an_earlier_job(tmp_path: Path) -> None:
     """The job's first attempt was refused, or failed before it took the folder."""
 
     def second_attempt(ranks: Ranks, words: str) -> Any:
-        ranks.restart_count = 1
+        ranks.restart_count, ranks.processes = 1, 2
         return _take(ranks, configuration(tmp_path, words))
 
     take(tmp_path).release()
@@ -84,6 +89,25 @@ def test_a_restart_continues_nothing_of_an_earlier_job(tmp_path: Path) -> None:
     for lock in run_rank_threads(1, second_attempt, "--overwrite"):
         lock.release()
     assert not (tmp_path / "model.pt").exists()
+
+
+def test_a_restart_with_a_new_store_deletes_nothing(tmp_path: Path) -> None:
+    """Nobody knows then whose run is in the folder: ``--overwrite`` used to delete the checkpoints of the job."""
+
+    def restarted(ranks: Ranks) -> Any:
+        ranks.restart_count, ranks.processes = 1, 1 + ranks.rank
+        return _take(ranks, config)
+
+    take(tmp_path).release()
+    (tmp_path / "model.pt").write_text("of an earlier attempt, or of an earlier job")
+    before = contents(tmp_path)
+    config = configuration(tmp_path, "--overwrite")
+    for refused in run_rank_threads(2, restarted):
+        assert str(refused) == (
+            f"output must hold no run when torchrun restarts the ranks with a new store; got {tmp_path}, which may "
+            "hold the run of this very job, so --overwrite does not delete it (--resume continues it)"
+        )
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("words", ["", "--resume", "--overwrite"])

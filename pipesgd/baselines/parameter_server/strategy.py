@@ -292,6 +292,7 @@ class ParameterServers(Strategy):
         assert self._workers.rank >= self._workers.world_size, "a rank that computes does not serve alone"
         self._gradient = self._weights = FlatBuffer([])  # only a worker needs room for all parameters
         self._thread.close()
+        self._workers.enter("serving", waiting=True)
         for server in self._servers:
             if server.shard is not None:
                 server.shard.wait_until_all_have_left()
