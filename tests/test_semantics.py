@@ -442,8 +442,8 @@ class Odd(nn.Module):
         outputs = self.last(self.again(self.first(inputs).tanh()) * self.frozen)
         return outputs * self.sometimes if iteration % 2 else outputs
 
-    def loss(self, iteration: int) -> Tensor:
-        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(iteration))
+    def loss(self, seed: int, iteration: int) -> Tensor:
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
         return self(inputs, iteration).square().mean()
 
 
@@ -470,7 +470,7 @@ def train_odd_parameters(optimizer: str, width: int) -> dict[str, Tensor]:
     model = Odd()
     pipeline = Pipelined(model, OPTIMIZERS[optimizer](model), width=width)
     for iteration in range(7):
-        model.loss(iteration).backward()
+        model.loss(iteration, iteration).backward()
         pipeline.step()
     pipeline.flush()
     pipeline.close()
@@ -486,7 +486,7 @@ def test_a_missing_gradient_is_zero_and_groups_frozen_and_shared_parameters_are_
     plain = OPTIMIZERS[optimizer](model)
     for iteration in range(7):
         plain.zero_grad()
-        model.loss(iteration).backward()
+        model.loss(iteration, iteration).backward()
         for parameter in model.parameters():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -494,6 +494,49 @@ def test_a_missing_gradient_is_zero_and_groups_frozen_and_shared_parameters_are_
     assert torch.equal(model.frozen, torch.ones(4))
     assert not torch.equal(model.unused, torch.ones(3)), "weight decay continues"
     assert_same_weights(train_odd_parameters(optimizer, width), model.state_dict(), rtol=0.0)
+
+
+ODD_VALUES = 4 * 4 + 4 + 4 * 2 + 2 + 3 + 2
+"""Values of the parameters of ``Odd`` that are trained, the shared ones counted once."""
+
+
+def in_turn(iteration: int, rank: int) -> int:
+    """Return an odd number if this rank of two uses ``Odd.sometimes``: none does, rank 0, rank 1, and both."""
+    return iteration >> rank & 1
+
+
+def _train_odd_parameters(ranks: Ranks) -> dict[str, tuple[dict[str, Tensor], set[int]]]:
+    """Return by optimizer the weights at the end, and the bytes that this rank sends in an iteration."""
+    found = {}
+    for name, make_optimizer in OPTIMIZERS.items():
+        model = Odd()
+        wire_bytes = set()
+        with Pipelined(model, make_optimizer(model), width=1, ranks=ranks) as pipeline:
+            for iteration in range(7):
+                model.loss(2 * iteration + ranks.rank, in_turn(iteration, ranks.rank)).backward()
+                wire_bytes.add(pipeline.step().wire_bytes)
+        found[name] = model.state_dict(), wire_bytes
+    return found
+
+
+def test_a_missing_gradient_is_zero_and_groups_frozen_and_shared_parameters_are_torchs_on_two_ranks() -> None:
+    """The sum of two gradients does not depend on their order, so torch's weights are those of this loop bit for bit.
+
+    Of two ranks, each sends every value once: its half of the gradient before, the other half after it is summed.
+    """
+    of_ranks = run_ranks(2, _train_odd_parameters)
+    for name, make_optimizer in OPTIMIZERS.items():
+        model = Odd()
+        plain = make_optimizer(model)
+        for iteration in range(7):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            for rank in range(2):
+                (model.loss(2 * iteration + rank, in_turn(iteration, rank)) / 2).backward()
+            plain.step()
+        for weights, wire_bytes in (of_rank[name] for of_rank in of_ranks):
+            assert_same_weights(weights, model.state_dict(), rtol=0.0)
+            assert wire_bytes == {4 * ODD_VALUES}, "shared parameters are sent once, frozen ones are not sent"
 
 
 # ---- What a prediction changes
