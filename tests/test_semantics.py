@@ -303,10 +303,22 @@ def test_evaluation_has_true_weights_and_the_chosen_buffers(strategy: str) -> No
 
 
 NORMALIZED = """
-from torch import nn
+import os
+
+from torch import nn, zeros
+
+class Normalized(nn.BatchNorm1d):
+    def __init__(self):
+        super().__init__(64)
+        self.register_buffer("running_rank", zeros(()))
+
+    def forward(self, inputs):
+        if self.training:
+            self.running_rank.fill_(1.0 + int(os.environ["OWN_RANK"]))
+        return super().forward(inputs)
 
 def model(num_classes):
-    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, num_classes))
+    return nn.Sequential(nn.Flatten(), Normalized(), nn.Linear(64, num_classes))
 """
 
 
@@ -317,7 +329,8 @@ def test_what_a_run_saves_has_the_chosen_buffers(tmp_path: Path) -> None:
         words = f"--model normalized:model --batch-size 2 --iterations 1 --buffers {how}"
         succeed_in(tmp_path, 2, words, tmp_path / how)
         saved[how] = torch.load(tmp_path / how / "model.pt", weights_only=True)
-    assert any("running" in name for name in saved["own"])
+    assert saved["average"]["1.running_rank"] == 1.5
+    assert saved["own"]["1.running_rank"] == 1.0, "rank 0's"
     for name, value in saved["own"].items():
         assert torch.equal(saved["average"][name], value) == ("running" not in name), name
 
