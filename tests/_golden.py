@@ -29,8 +29,8 @@ PORTABLE = {
 takes them from an approximation that differs between processors, so no run here has an optimizer of Adam's kind."""
 GOLDEN = Path(__file__).with_name("golden.json")
 PLAIN = (
-    "--dataset digits --batch-size 16 --lr 0.1 --momentum 0.9 --iterations 24 --seed 3 --checkpoint-iterations 8 "
-    "--timeout 60"
+    "--dataset digits --hidden-sizes 100 100 --batch-size 16 --lr 0.1 --momentum 0.9 --iterations 24 --seed 3 "
+    "--checkpoint-iterations 8 --timeout 60"
 )
 
 
@@ -72,6 +72,8 @@ def trajectory(golden: Golden, folder: Path) -> dict[str, Any]:
 
     kills = [Kill(phase=TRAINING, rank=1, call=12, seconds=0.0, all_ranks=True)] if golden.killed else []
     options = {one.split()[0]: f"--{one}" for one in f" {PLAIN} {golden.words}".split(" --")[1:]}
+    if "model" in options:  # another one than mlp
+        del options["hidden-sizes"]
     if run(" ".join(options.values()), golden.ranks, folder, kills) != len(kills):
         raise RuntimeError(log_of(folder))
     found = trained(folder)

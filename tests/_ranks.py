@@ -152,7 +152,7 @@ def _session_main(*arguments: Any) -> None:
 def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float = 120.0) -> str:
     """Run a program in ``folder`` on ranks with torchrun's environment, in processes that need not import torch first.
 
-    Returns what they have printed.
+    Returns what they have printed. A rank that has not ended 5 s before the deadline prints where its threads are.
 
     Raises:
         RankFailed: a rank failed, or did not end within the deadline.
@@ -162,7 +162,8 @@ def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float =
         processes = []
         for rank in range(world_size):
             environment = {**os.environ, **rank_environment(rank, world_size, store.port, attempt=0)}
-            process = _CONTEXT.Process(target=_rank_of_program_main, args=(program, folder, environment, printed))
+            arguments = (program, folder, environment, printed, deadline)
+            process = _CONTEXT.Process(target=_rank_of_program_main, args=arguments)
             process.start()
             processes.append(process)
         end = time.monotonic() + deadline
@@ -172,6 +173,7 @@ def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float =
         finally:
             for process in processes:
                 process.kill()
+                process.join()
         stdout, stderr = _said(printed)
         codes = [process.exitcode for process in processes]
         if any(code != 0 for code in codes):
@@ -179,7 +181,10 @@ def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float =
         return stdout
 
 
-def _rank_of_program_main(program: Path, folder: Path, environment: Mapping[str, str], printed: str) -> None:
+def _rank_of_program_main(
+    program: Path, folder: Path, environment: Mapping[str, str], printed: str, deadline: float
+) -> None:
+    faulthandler.dump_traceback_later(deadline - 5.0, file=sys.__stderr__)
     for name in list(sys.modules):  # imported again, so that a module that the program forgets to import is missing
         if name.partition(".")[0] in ("pipesgd", "timing_model"):
             del sys.modules[name]

@@ -10,11 +10,16 @@ import sys
 import threading
 from pathlib import Path
 
-from experiments.forked_ranks import import_all
-from pipesgd.cli import parse
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.reducers.make import compile_loops
+TESTS = Path(__file__).resolve().parent
+# The fork server's path begins with the folder that pytest was started in, the repository. It comes last, as in
+# conftest.py: ranks are forked with what is imported here, and CI tests the installed wheel.
+sys.path[:] = [*(entry for entry in sys.path if entry), str(TESTS.parent), str(TESTS)]
+
+from experiments.forked_ranks import import_all  # noqa: E402 (found in the path only now)
+from pipesgd.cli import parse  # noqa: E402
+from pipesgd.codecs.make import make_codec  # noqa: E402
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions  # noqa: E402
+from pipesgd.reducers.make import compile_loops  # noqa: E402
 
 IMPORTS = (
     *("_runs", "_small_problem"),  # and with them pytest and hypothesis
@@ -44,7 +49,6 @@ def _in_huge_pages() -> None:
 
 
 gc.disable()  # imports and numba make hundreds of thousands of objects, none of them garbage
-sys.path.append(str(Path(__file__).resolve().parent))  # the fork server knows the repository alone
 import_all()
 for name in IMPORTS:
     importlib.import_module(name)

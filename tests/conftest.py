@@ -30,7 +30,10 @@ from _fashion_mnist import FASHION_MNIST  # noqa: E402 (its folder is in the pat
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Ranks and threads may take any time on a busy machine; pytest-timeout watches for hangs.
-settings.register_profile("pipesgd", deadline=None, print_blob=True, max_examples=50)
+# Its own profile for CI would try the same examples each time.
+settings.register_profile(
+    "pipesgd", parent=settings.get_profile("default"), deadline=None, print_blob=True, max_examples=50
+)
 settings.load_profile("pipesgd")
 
 

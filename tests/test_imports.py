@@ -13,11 +13,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from _ranks import run_ranks
 from conftest import REPOSITORY
 
 import pipesgd
 import timing_model
 from pipesgd import errors
+from pipesgd.ranks import Ranks
 
 TESTBED = REPOSITORY / "experiments" / "testbed"
 
@@ -160,6 +162,16 @@ def test_a_type_checker_reads_its_types(package: ModuleType) -> None:
 @pytest.mark.skipif("CI" not in os.environ, reason="a developer may test an editable installation")
 def test_ci_tests_the_installed_wheel() -> None:
     assert "site-packages" in Path(pipesgd.__file__).parts
+
+
+def _where_from(ranks: Ranks) -> tuple[str, str]:
+    return str(pipesgd.__file__), str(timing_model.__file__)
+
+
+@pytest.mark.slow
+def test_ranks_test_the_packages_that_this_process_does() -> None:
+    """They used to have the sources, in which no file is missing that a wheel lacks."""
+    assert run_ranks(1, _where_from, process_group=False) == [(pipesgd.__file__, timing_model.__file__)]
 
 
 def test_every_public_name_is_there_and_documented() -> None:

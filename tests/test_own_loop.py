@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from _ranks import start_module
 from _runs import run_example
 from conftest import REPOSITORY
 
@@ -33,14 +34,21 @@ def test_a_loop_that_is_killed_and_started_again_ends_as_if_it_had_not_been(tmp_
     assert [line.partition(":")[0] for line in output.splitlines()] == [f"epoch {number}" for number in range(6)]
     assert float(output.split()[-1]) > 0.9
 
-    killed = tmp_path / "killed"
-    words = torchrun(2, str(PROGRAM))
-    with subprocess.Popen(words, cwd=killed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("epoch 2"):
-                kill_a_rank(process.pid)
-        assert process.wait(timeout=60) != 0
+    killed, printed = tmp_path / "killed", tmp_path / "printed"
+    printed.mkdir()
+    os.mkfifo(printed / "stdout")
+    process = start_module(*torchrun(2, str(PROGRAM))[2:], folder=killed, printed=printed)
+    assert process.pid is not None
+    try:
+        with (printed / "stdout").open() as lines:
+            for line in lines:
+                if line.startswith("epoch 2"):
+                    kill_a_rank(process.pid)
+        process.join(60)
+        assert process.exitcode not in (None, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert not (killed / "digits.pt").exists()
     again = run_example(PROGRAM.name, killed)
     assert again

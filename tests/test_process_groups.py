@@ -29,9 +29,19 @@ GROUPS = ([0, 2], [3, 1])
 KINDS = ("Pipelined", "LocalSteps", "attach", "compress")
 
 
-def own_group() -> dist.ProcessGroup:
+def new_groups(ranks: Ranks, *numbers: list[int], **options: Any) -> list[Any]:
+    """Make these groups. Collective for all ranks of the job, and back on none before all have all connections.
+
+    torch does not wait: a rank that returns ends its process, and connections that others are still making.
+    """
+    groups = [dist.new_group(of_group, **options) for of_group in numbers]
+    ranks.all_gather_object("groups", None)
+    return groups
+
+
+def own_group(ranks: Ranks) -> dist.ProcessGroup:
     """Return the group that this rank is in, after making all of ``GROUPS``. Collective for all ranks of the job."""
-    groups = [dist.new_group(numbers, sort_ranks=False) for numbers in GROUPS]
+    groups = new_groups(ranks, *GROUPS, sort_ranks=False)
     return next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
 
@@ -62,7 +72,7 @@ def train(kind: str, job: int, rank: int, group: dist.ProcessGroup | None, **opt
 
 
 def _in_groups(ranks: Ranks, kind: str, options: dict[str, Any]) -> tuple[list[int], list[str]]:
-    group = own_group()
+    group = own_group(ranks)
     numbers = dist.get_process_group_ranks(group)
     jobs = [GROUPS.index(numbers), 2]  # one after the other, the second after the first's connections have ended
     return numbers, [train(kind, job, dist.get_rank(group), group, **options) for job in jobs]
@@ -90,7 +100,7 @@ def test_two_groups_train_two_models_as_two_jobs_do_bit_for_bit(kind: str, optio
 
 def _by_native(ranks: Ranks) -> str:
     model, batches = small_problem(0, [4, 30, 2], iterations=5, world_size=2)
-    group = own_group() if ranks.world_size == 4 else None
+    group = own_group(ranks) if ranks.world_size == 4 else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with Pipelined(model, optimizer, all_reduce="native", process_group=group) as pipeline:
         for of_ranks in batches:
@@ -105,7 +115,7 @@ def test_the_all_reduce_of_a_group_may_be_torchs_own() -> None:
 
 def _one_group_of_three(ranks: Ranks) -> str | None:
     """Train on ranks 0, 1 and 3, of which only 1 and 3 are in another group, too; rank 2 does nothing."""
-    groups = [dist.new_group(numbers) for numbers in ([1, 3], [0, 1, 3])]
+    groups = new_groups(ranks, [1, 3], [0, 1, 3])
     if groups[1] is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     model, batches = small_problem(0, [4, 30, 2], iterations=5, world_size=3)
@@ -123,10 +133,9 @@ def test_ranks_outside_of_a_group_need_not_take_part() -> None:
 
 
 def _wrong_ways(ranks: Ranks) -> list[str]:
-    group, model = own_group(), nn.Linear(4, 2)
+    group, model = own_group(ranks), nn.Linear(4, 2)
     rank = dist.get_rank(group)
     if dist.get_process_group_ranks(group) != GROUPS[1]:
-        dist.barrier(group)  # a rank that returns ends its process, and connections that the other one is making
         return []
 
     def make(**options: Any) -> Pipelined:
@@ -201,13 +210,12 @@ def test_a_sum_within_the_sum_of_other_ranks_names_its_ranks_itself() -> None:
 
 
 def _refused(ranks: Ranks) -> list[str]:
-    group, other = dist.new_group([0]), dist.new_group([0, 1])
+    group, other = new_groups(ranks, [0], [0, 1])  # one that a rank destroys exists on the other one by then
     model = nn.Linear(4, 2)
 
     def make(group: Any, **options: Any) -> None:
         Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, **options).close()
 
-    ranks.all_gather_object("groups", None)  # a group that one rank destroys must exist on the other one
     dist.destroy_process_group(other)
     return [
         error_of(make, group),
@@ -236,7 +244,7 @@ def test_torchs_own_all_reduce_of_a_group_is_refused_on_gpus() -> None:
 def _places(ranks: Ranks) -> tuple[int, int]:
     os.environ.update(RANK=str(ranks.rank), WORLD_SIZE="6")
     os.environ.update(LOCAL_RANK=str(ranks.rank % 3), LOCAL_WORLD_SIZE="3")
-    groups = [dist.new_group(numbers) for numbers in ([0, 2, 3, 4], [1, 5])]
+    groups = new_groups(ranks, [0, 2, 3, 4], [1, 5])
     own = current(ranks.timeout, groups[0] if ranks.rank in (0, 2, 3, 4) else groups[1])
     return own.local_rank, own.local_world_size
 

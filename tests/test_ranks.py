@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from _ranks import error_of, run_ranks
 
+from experiments.forked_ranks import rank_environment
 from pipesgd.comm.own_all_reduce import ranks_per_node
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.membership import address
@@ -264,13 +264,11 @@ def test_hierarchical_is_refused_where_every_node_has_one_rank(per_node: int, st
 
 
 def _device_of_the_group(ranks: Ranks, port: int, gpus: Sequence[int]) -> list[str]:
-    os.environ.update(RANK=str(ranks.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(LOCAL_RANK=str(ranks.rank), LOCAL_WORLD_SIZE="2")
+    os.environ.update(rank_environment(ranks.rank, 2, port, attempt=0))
     torch.cuda.device_count = lambda: gpus[ranks.rank]
     started: list[str] = []
     Ranks.start_process_group = lambda own, device, timeout: started.append(device)  # type: ignore[method-assign]
     current(ranks.timeout)
-    ranks.all_gather_object("the end", None)  # rank 0 has the store
     return started
 
 
@@ -278,7 +276,5 @@ def _device_of_the_group(ranks: Ranks, port: int, gpus: Sequence[int]) -> list[s
     ("gpus", "device"), [((2, 2), "cuda"), ((3, 2), "cuda"), ((1, 1), "cpu"), ((2, 1), "cpu"), ((0, 0), "cpu")]
 )
 def test_nccl_is_for_ranks_that_all_have_a_gpu_of_their_own(gpus: tuple[int, int], device: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert run_ranks(2, _device_of_the_group, port, gpus, process_group=False) == [[device]] * 2
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent holds one
+    assert run_ranks(2, _device_of_the_group, store.port, gpus, process_group=False) == [[device]] * 2

@@ -303,10 +303,22 @@ def test_evaluation_has_true_weights_and_the_chosen_buffers(strategy: str) -> No
 
 
 NORMALIZED = """
-from torch import nn
+import os
+
+from torch import nn, zeros
+
+class Normalized(nn.BatchNorm1d):
+    def __init__(self):
+        super().__init__(64)
+        self.register_buffer("running_rank", zeros(()))
+
+    def forward(self, inputs):
+        if self.training:
+            self.running_rank.fill_(1.0 + int(os.environ["OWN_RANK"]))
+        return super().forward(inputs)
 
 def model(num_classes):
-    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, num_classes))
+    return nn.Sequential(nn.Flatten(), Normalized(), nn.Linear(64, num_classes))
 """
 
 
@@ -317,7 +329,8 @@ def test_what_a_run_saves_has_the_chosen_buffers(tmp_path: Path) -> None:
         words = f"--model normalized:model --batch-size 2 --iterations 1 --buffers {how}"
         succeed_in(tmp_path, 2, words, tmp_path / how)
         saved[how] = torch.load(tmp_path / how / "model.pt", weights_only=True)
-    assert any("running" in name for name in saved["own"])
+    assert saved["average"]["1.running_rank"] == 1.5
+    assert saved["own"]["1.running_rank"] == 1.0, "rank 0's"
     for name, value in saved["own"].items():
         assert torch.equal(saved["average"][name], value) == ("running" not in name), name
 
@@ -442,8 +455,8 @@ class Odd(nn.Module):
         outputs = self.last(self.again(self.first(inputs).tanh()) * self.frozen)
         return outputs * self.sometimes if iteration % 2 else outputs
 
-    def loss(self, iteration: int) -> Tensor:
-        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(iteration))
+    def loss(self, seed: int, iteration: int) -> Tensor:
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
         return self(inputs, iteration).square().mean()
 
 
@@ -470,7 +483,7 @@ def train_odd_parameters(optimizer: str, width: int) -> dict[str, Tensor]:
     model = Odd()
     pipeline = Pipelined(model, OPTIMIZERS[optimizer](model), width=width)
     for iteration in range(7):
-        model.loss(iteration).backward()
+        model.loss(iteration, iteration).backward()
         pipeline.step()
     pipeline.flush()
     pipeline.close()
@@ -486,7 +499,7 @@ def test_a_missing_gradient_is_zero_and_groups_frozen_and_shared_parameters_are_
     plain = OPTIMIZERS[optimizer](model)
     for iteration in range(7):
         plain.zero_grad()
-        model.loss(iteration).backward()
+        model.loss(iteration, iteration).backward()
         for parameter in model.parameters():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -494,6 +507,49 @@ def test_a_missing_gradient_is_zero_and_groups_frozen_and_shared_parameters_are_
     assert torch.equal(model.frozen, torch.ones(4))
     assert not torch.equal(model.unused, torch.ones(3)), "weight decay continues"
     assert_same_weights(train_odd_parameters(optimizer, width), model.state_dict(), rtol=0.0)
+
+
+ODD_VALUES = 4 * 4 + 4 + 4 * 2 + 2 + 3 + 2
+"""Values of the parameters of ``Odd`` that are trained, the shared ones counted once."""
+
+
+def in_turn(iteration: int, rank: int) -> int:
+    """Return an odd number if this rank of two uses ``Odd.sometimes``: none does, rank 0, rank 1, and both."""
+    return iteration >> rank & 1
+
+
+def _train_odd_parameters(ranks: Ranks) -> dict[str, tuple[dict[str, Tensor], set[int]]]:
+    """Return by optimizer the weights at the end, and the bytes that this rank sends in an iteration."""
+    found = {}
+    for name, make_optimizer in OPTIMIZERS.items():
+        model = Odd()
+        wire_bytes = set()
+        with Pipelined(model, make_optimizer(model), width=1, ranks=ranks) as pipeline:
+            for iteration in range(7):
+                model.loss(2 * iteration + ranks.rank, in_turn(iteration, ranks.rank)).backward()
+                wire_bytes.add(pipeline.step().wire_bytes)
+        found[name] = model.state_dict(), wire_bytes
+    return found
+
+
+def test_a_missing_gradient_is_zero_and_groups_frozen_and_shared_parameters_are_torchs_on_two_ranks() -> None:
+    """The sum of two gradients does not depend on their order, so torch's weights are those of this loop bit for bit.
+
+    Of two ranks, each sends every value once: its half of the gradient before, the other half after it is summed.
+    """
+    of_ranks = run_ranks(2, _train_odd_parameters)
+    for name, make_optimizer in OPTIMIZERS.items():
+        model = Odd()
+        plain = make_optimizer(model)
+        for iteration in range(7):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            for rank in range(2):
+                (model.loss(2 * iteration + rank, in_turn(iteration, rank)) / 2).backward()
+            plain.step()
+        for weights, wire_bytes in (of_rank[name] for of_rank in of_ranks):
+            assert_same_weights(weights, model.state_dict(), rtol=0.0)
+            assert wire_bytes == {4 * ODD_VALUES}, "shared parameters are sent once, frozen ones are not sent"
 
 
 # ---- What a prediction changes

@@ -438,7 +438,7 @@ def test_a_worker_waits_longer_than_the_timeout_for_one_that_makes_progress() ->
 def _never_comes(ranks: Ranks, folder: Path) -> None:
     """Stop training on rank 2; without a bound, its absence is found by the next collective call."""
     model = Counter()
-    options = {"staleness_bound": None, "timeout": 0.5, "placement": "dedicated"}
+    options = {"staleness_bound": None, "timeout": 2.0, "placement": "dedicated"}
     strategy = None
     seen: Any = None
     try:
@@ -462,7 +462,7 @@ def _never_comes(ranks: Ranks, folder: Path) -> None:
 def test_a_worker_that_hangs_is_named_by_all_who_wait_for_it_in_a_collective_call(tmp_path: Path) -> None:
     run_ranks(4, _never_comes, tmp_path)
     assert [seen_by(tmp_path, rank)[0] for rank in (0, 1, 3)] == [2, 2, 2]
-    assert "failed: nothing was heard of it for 0.5 s" in seen_by(tmp_path, 3)[1]
+    assert "failed: nothing was heard of it for 2 s" in seen_by(tmp_path, 3)[1]
 
 
 def _change_weights(ranks: Ranks, options: Options) -> Any:
@@ -774,13 +774,13 @@ def test_a_rank_that_dies_is_noticed_by_all_others(
 
 @pytest.mark.parametrize("options", [{"servers": 1}, {"servers": 1, "placement": "dedicated"}])
 def test_a_worker_that_hangs_is_named_within_the_deadline(options: Options, tmp_path: Path) -> None:
-    run_ranks(4, _until_failure, {**options, "staleness_bound": 0, "timeout": 1.0}, 2, True, tmp_path)
+    run_ranks(4, _until_failure, {**options, "staleness_bound": 0, "timeout": 2.0}, 2, True, tmp_path)
     for rank in (0, 1, 3):
         _, peer, iteration, _, text = seen_by(tmp_path, rank)
         assert (peer, iteration) == (2, 3), text
     exceeded = seen_by(tmp_path, 3 if "placement" in options else 0)
     assert exceeded[3], exceeded
-    assert exceeded[4].endswith("wait for gradients with rank 2 in iteration 3 failed: none within 1 s")
+    assert exceeded[4].endswith("wait for gradients with rank 2 in iteration 3 failed: none within 2 s")
 
 
 def _leave_early(ranks: Ranks) -> Any:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from _ranks import run_module, run_ranks
+from _ranks import run_module, run_ranks, start_module
+from _waiting import wait_until
 from matplotlib.figure import Figure
 
+from experiments.command import torchrun
 from pipesgd.calibrate import calibrate, check_files
 from pipesgd.calibration import report
 from pipesgd.calibration.fit_cluster import CollectiveFit
@@ -257,17 +258,24 @@ def test_a_folder_that_is_not_there_ends_the_command_with_code_2_and_one_line(tm
 
 
 def test_ctrl_c_ends_it_with_a_line_and_leaves_nothing(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*torchrun, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "100"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, text=True, cwd=tmp_path, start_new_session=True, **pipes) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("calibrating 2 ranks")  # it is under way
+    printed, folder = tmp_path / "printed", tmp_path / "calibrated"
+    for made in (printed, folder):
+        made.mkdir()
+    words = torchrun(2, "-m", "pipesgd.calibrate", "--out", str(folder / "cluster.toml"), "--seconds", "100")[2:]
+    process = start_module(*words, folder=folder, printed=printed)
+    assert process.pid is not None
+    said, complained = printed / "stdout", printed / "stderr"
+    try:
+        wait_until(lambda: said.exists() and "\n" in said.read_text(), 60)
+        assert said.read_text().startswith("calibrating 2 ranks"), complained.read_text()  # it is under way
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to torchrun and all its ranks
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert errors.splitlines().count("interrupted") == 1
-    assert list(tmp_path.iterdir()) == []
+        process.join(60)
+        assert process.exitcode not in (None, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert complained.read_text().splitlines().count("interrupted") == 1
+    assert list(folder.iterdir()) == []
 
 
 def test_the_picture_shows_the_held_out_residuals() -> None:

@@ -451,7 +451,7 @@ def test_training_goes_on_after_two_laps_only_once_there_is_time_for_it() -> Non
         assert laps_of_ways == [2, 2]
         assert iterations == [LEAST_ITERATIONS] * 4
         assert pace > 0
-    for done, laps_of_ways, iterations, _ in run_ranks(2, _lap, 1.0):
+    for done, laps_of_ways, iterations, _ in run_ranks(2, _lap, 10.0):
         assert done == [True] * 4
         assert laps_of_ways == [4, 4]
         assert min(iterations[1:4]) > LEAST_ITERATIONS

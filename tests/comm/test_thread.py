@@ -108,7 +108,7 @@ def _step_until_failure(ranks: Ranks, all_reduce: str, leaves: bool) -> Any:
     """Step on all ranks; after two steps rank 2 leaves, or stays without taking part. Return what the others see."""
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = Pipelined(model, optimizer, width=2, all_reduce=all_reduce, timeout=2.0, ranks=ranks)
+    pipeline = Pipelined(model, optimizer, width=2, all_reduce=all_reduce, timeout=5.0, ranks=ranks)
     begin = time.monotonic()
     try:
         for iteration in range(6):
@@ -151,8 +151,8 @@ def test_a_rank_that_hangs_is_noticed_within_the_deadline(all_reduce: str) -> No
         kind, _, _, _, iteration, seconds, _ = results[rank]
         assert issubclass(kind, CommunicationError)
         assert iteration == 2
-        assert 1.5 <= seconds < 15.0
+        assert 4.5 <= seconds < 15.0
     kind, _, peer, _, _, _, text = results[3]
     assert kind is DeadlineExceeded
     assert peer == 2
-    assert text.endswith("with rank 2 in iteration 2 failed: no answer within 2 s")
+    assert text.endswith("with rank 2 in iteration 2 failed: no answer within 5 s")

@@ -18,14 +18,15 @@ from experiments.other_traffic import Arrived, connect, make_count, receive, sen
 from pipesgd.ranks import Ranks
 
 
-def test_the_receiver_counts_what_arrives(tmp_path: Path) -> None:
+def test_the_receiver_counts_what_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "count"
     make_count(path)
     arrived = Arrived(path)
     assert int(arrived) == 0
     rate = arrived.rate()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    server = socket.create_server(("", 0))  # a port that was freed for the receiver could be another program's by then
+    port = server.getsockname()[1]
+    monkeypatch.setattr(socket, "create_server", {("", port): server}.__getitem__)
     receiver = threading.Thread(target=receive, args=(port, path), daemon=True)
     receiver.start()
     with connect("127.0.0.1", port) as connection:

@@ -433,12 +433,12 @@ def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a
     watching: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipesgd.ranks.LOOK_SECONDS", 0.05)
-    job = watching(2)
+    job = watching(2, 2.0)
     job.watch(0, 1)
     done = threading.Event()
 
     def work() -> None:
-        for iteration in range(8):  # four times the timeout in total
+        for iteration in range(16):  # twice the timeout in total
             job.ranks[1].iteration = iteration
             done.wait(0.25)
         job.ranks[1].all_gather_object("a value", 1)
@@ -449,7 +449,7 @@ def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a
     other.join()
     job.ranks[1].iteration = 50
     job.ranks[1].enter("last all-reduce", waiting=True)
-    with pytest.raises(DeadlineExceeded, match=r"no message within 0\.5 s from rank 1; rank 1 is alive: last all-"):
+    with pytest.raises(DeadlineExceeded, match=r"no message within 2 s from rank 1; rank 1 is alive: last all-"):
         job.ranks[0].all_gather_object("another value", 0)
 
 

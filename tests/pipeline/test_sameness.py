@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from pipesgd.errors import DisagreementError
 from pipesgd.pipeline.sameness import plain
 from pipesgd.ranks import Ranks
 
+NOT_COMPARED = {"model", "optimizer", "timeout", "ranks", "process_group", "mesh", "successor_of"}
+"""``timeout``, which may differ, and objects of each rank; other tests have model and optimizer."""
 PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     "codec": (({"codec": "bf16"}, {"codec": "fp16"}), "codec must be the same on all ranks; got 'bf16' on rank 0"),
     "codec option": (
@@ -35,7 +38,11 @@ PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     ),
     "rate limit": (({}, {"rate_limit": "1mbit"}), "rate_limit must"),
     "buckets": (({}, {"buckets": 2}), "buckets must be the same on all ranks; got '1' on rank 0, '2' on rank 1"),
+    "reduce": (({}, {"reduce": "factors"}), "reduce must"),
+    "in_turns": (({}, {"in_turns": True}), "in_turns must"),
     "seed": (({}, {"seed": 1}), "seed must"),
+    "init_sync": (({}, {"init_sync": False}), "init_sync must"),
+    "allow_drift": (({}, {"allow_drift": True}), "allow_drift must"),
     "on_nonfinite": (({}, {"on_nonfinite": "skip"}), "on_nonfinite must"),
     "scaler": (({}, {"scaler": torch.amp.GradScaler("cpu")}), "scaler must"),
 }
@@ -78,6 +85,13 @@ def test_options_that_differ_are_named_with_both_values() -> None:
     for name, (_, message) in PER_RANK.items():
         assert one[name] is not None, name
         assert message in one[name], name
+
+
+def test_every_argument_is_compared() -> None:
+    arguments = inspect.signature(Pipelined).parameters.keys()
+    assert {name for of_ranks, _ in PER_RANK.values() for options in of_ranks for name in options} == (
+        arguments - NOT_COMPARED
+    )
 
 
 def _construct_with_optimizers(ranks: Ranks, kinds: list[str]) -> dict[str, str | None]:
