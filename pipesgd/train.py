@@ -285,7 +285,8 @@ class Run:
                 self.state.schedule = build_schedule(optimization, self.job.optimizer, total)
                 self.job = replace(self.job, iterations=total, schedule=self.state.schedule)
             now = self.job.data.describe(own=True)
-            both = workers.all_gather_object("data of the checkpoint", [found.own.get("data", now), now])
+            earlier = now if self.job.data.sharded else found.shared.get("data", now)  # where it was once
+            both = workers.all_gather_object("data of the checkpoint", [found.own.get("data", earlier), now])
             if changed := [rank for rank, (then, now) in enumerate(both) if then != now]:
                 then, now = both[changed[0]]
                 own = (f" of {named(changed)}", f" on rank {changed[0]}")

@@ -38,7 +38,7 @@ class OptimizerCopy:
             # torch's Optimizer leaves the attributes of subclasses out of copies. ``step`` stays out: it would be a
             # scheduler's wrapper, which steps the original.
             self._known = vars(self._copy).keys() | vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys() | {"step"}
-            self._follow_attributes()
+            self._follow_attributes(self._memo())
         except Exception as failure:
             raise UserInputError(
                 "prediction must be none for an optimizer that cannot be copied; "
@@ -68,11 +68,12 @@ class OptimizerCopy:
             del own[key]
         if targets:
             torch._foreach_copy_(targets, sources)
+        memo = self._memo()
         for group, options in zip(self._copy.param_groups, self._original.param_groups, strict=True):
             # An optimizer may count its steps in a tensor among the options: the copy must not count in the same one.
             own_options = {name: value for name, value in options.items() if name != "params"}
-            group.update(copy.deepcopy(own_options, self._parameters_themselves()))
-        self._follow_attributes()
+            group.update(copy.deepcopy(own_options, memo))
+        self._follow_attributes(memo)
 
     @property
     def nbytes(self) -> int:
@@ -99,15 +100,17 @@ class OptimizerCopy:
         state: dict[str, Any] = self._copy.state.get(tensor, {})
         return state
 
-    def _follow_attributes(self) -> None:
-        # References to the original, as in its own methods, must become references to the copy.
-        memo = self._parameters_themselves() | {id(self._original): self._copy}
+    def _follow_attributes(self, memo: dict[int, Any]) -> None:
         for name, value in vars(self._original).items():
             if name not in self._known and name not in _OF_A_SCALER:
                 # A subclass may make attributes as late as in its first step.
                 setattr(self._copy, name, copy.deepcopy(value, memo))
         for name in vars(self._copy).keys() - vars(self._original).keys() - self._known:
             delattr(self._copy, name)
+
+    def _memo(self) -> dict[int, Any]:
+        """Return what copies refer to: the parameters themselves, and the copy where it was the original."""
+        return self._parameters_themselves() | {id(self._original): self._copy}
 
     def _parameters_themselves(self) -> dict[int, Any]:
         """Return a memo for deepcopy, by which parameters are not copied."""

@@ -47,8 +47,9 @@ def check_reducer(
 def check_momentum(options: CodecOptions, optimizer: torch.optim.Optimizer) -> None:
     """Raise ``UserInputError`` if ``optimizer`` has a momentum now, as a schedule may set it, in addition to the one in
     ``options``."""
-    momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
-    if options.momentum_correction and momenta:
+    if not options.momentum_correction:
+        return
+    if momenta := [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]:
         raise UserInputError(f"momentum must be 0 with momentum_correction, which replaces it; got {momenta[0]}")
 
 

@@ -28,7 +28,7 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 
 TAKEN = "output folder taken"
-"""Mark of a job that has taken its folder: torchrun's restarts continue the run in it."""
+"""Mark, before the folder's name, of a job that has taken it: torchrun's restarts continue the run in it."""
 
 _FILES = (SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256", CLUSTER_FILE)
 """Files that a run writes in addition to run.json."""
@@ -123,7 +123,7 @@ def take_folder(
         ranks.raise_together("the lock on every machine", lock_and_check)
         ranks.raise_together("the description of the run", write)
         if ranks.rank == 0:
-            ranks.mark_job(TAKEN)
+            ranks.mark_job(f"{TAKEN} {folder}")
     except BaseException:
         if lock is not None:
             lock.release()
@@ -177,7 +177,7 @@ def _describe(folder: Path, description: dict[str, Any]) -> None:
 def _resumes(config: TrainConfig, ranks: Ranks) -> bool:
     # torchrun does not count every restart. One does not continue the run of an earlier job: the options decide what
     # happens to its folder.
-    return config.run.resume or ranks.job_has(TAKEN)
+    return config.run.resume or ranks.job_has(f"{TAKEN} {config.run.output}")
 
 
 def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: bool, chosen: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _ranks import error_of, run_ranks
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.ddp import attach
+from pipesgd.pipeline import optimizer_state
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
@@ -127,4 +129,29 @@ def test_any_state_is_shared_or_refused_in_one_line() -> None:
     assert "other" not in first[0]
     assert "whole" not in first[0]
     for _, said in (first, second):
-        assert "state of the optimizer must be the same on all ranks: load it on each of them" in said
+        assert (
+            "state of the optimizer must be of tensors and numbers, or the same on all ranks: load it on each" in said
+        )
+        assert "init_sync=False" in said
+
+
+def _in_slices(ranks: Ranks) -> list[str]:
+    """Let states have keys that are equal as texts, a NumPy number, and more bytes than are sent at a time."""
+    optimizer_state.SLICE_BYTES = 1000
+    model, optimizer = _start("momentum")
+    if ranks.rank == 0:
+        optimizer.state["whole"] = {0: np.float64(0.5), "0": torch.arange(2000.0)}  # type: ignore[index]
+    with Pipelined(model, optimizer, ranks=ranks):
+        found = str(optimizer.state["whole"]["0"].sum().item())  # type: ignore[index]
+        value = repr(float(optimizer.state["whole"][0]))  # type: ignore[index]
+    if ranks.rank == 1:
+        optimizer.state["whole"] = torch.ones(3, device="meta")  # type: ignore[index]
+    return [found, value, error_of(Pipelined, model, optimizer, ranks=ranks)]
+
+
+def test_states_are_sent_in_slices_and_what_one_rank_cannot_compare_is_refused_on_all() -> None:
+    first, second = run_ranks(2, _in_slices)
+    assert first[:2] == second[:2]
+    assert first[1] == "0.5"
+    for *_, said in (first, second):
+        assert "rank 1: state of the optimizer must be" in said
