@@ -28,7 +28,7 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 
 TAKEN = "output folder taken"
-"""Mark, before the folder's name, of a job that has taken it: torchrun's restarts continue the run in it."""
+"""Mark, before the name of rank 0's folder, of a job that has taken it: torchrun's restarts continue the run in it."""
 
 _FILES = (SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256", CLUSTER_FILE)
 """Files that a run writes in addition to run.json."""
@@ -177,7 +177,8 @@ def _describe(folder: Path, description: dict[str, Any]) -> None:
 def _resumes(config: TrainConfig, ranks: Ranks) -> bool:
     # torchrun does not count every restart. One does not continue the run of an earlier job: the options decide what
     # happens to its folder.
-    return config.run.resume or ranks.job_has(f"{TAKEN} {config.run.output}")
+    folder = ranks.all_gather_object("name of the output folder", str(config.run.output))[0]
+    return config.run.resume or ranks.job_has(f"{TAKEN} {folder}")
 
 
 def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: bool, chosen: dict[str, Any]) -> None:

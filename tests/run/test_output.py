@@ -73,6 +73,18 @@ def test_a_restart_continues_what_its_job_has_begun(tmp_path: Path, words: str, 
     assert found == [False, True]
 
 
+def test_a_second_run_of_a_job_continues_nothing_in_another_folder(tmp_path: Path) -> None:
+    """As where a script that torchrun starts runs two commands."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    take(second).release()
+    (second / "model.pt").write_text("of an earlier job")
+    store = dist.HashStore()
+    for number, (folder, words) in enumerate([(first, ""), (second, "--overwrite")]):
+        session = dist.PrefixStore(f"run {number}", store)
+        _take(Ranks(rank=0, world_size=1, store=session, job_store=store), configuration(folder, words)).release()
+    assert not (second / "model.pt").exists()
+
+
 def test_a_restart_continues_nothing_of_an_earlier_job(tmp_path: Path) -> None:
     """The job's first attempt was refused, or failed before it took the folder."""
 
