@@ -74,7 +74,7 @@ def test_a_restart_continues_what_its_job_has_begun(tmp_path: Path, words: str, 
 
 
 def test_a_second_run_of_a_job_continues_nothing_in_another_folder(tmp_path: Path) -> None:
-    """As where a script that torchrun starts runs two commands."""
+    """A script that torchrun starts may run two commands."""
     first, second = tmp_path / "first", tmp_path / "second"
     take(second).release()
     (second / "model.pt").write_text("of an earlier job")
