@@ -23,6 +23,7 @@ from conftest import REPOSITORY
 from experiments import timed_configurations
 from experiments.command import torchrun
 from pipesgd.calibrate import calibrate
+from pipesgd.cli import parse
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks, Standing
 from pipesgd.run.console import screen
@@ -36,7 +37,7 @@ def train_as_a_rank(ranks: Ranks, words: list[str], restart_count: int = 0) -> t
     """Run the command once and return (kind and text of the error, stdout, stderr)."""
     ranks.restart_count = restart_count
     if restart_count:
-        ranks.mark_job(TAKEN)
+        ranks.mark_job(f"{TAKEN} {parse(words).run.output}")
     out = io.StringIO()
     with contextlib.redirect_stderr(io.StringIO()) as err:
         try:

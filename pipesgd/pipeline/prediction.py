@@ -467,9 +467,9 @@ class Replayed(Prediction, abc.ABC):
         optimizer, gradients = self._copied()
         self.weights.begin(_data(self._parameters))
         optimizer.follow()
-        device = gradients[0].device
+        devices = [gradients[0].device] if torch.cuda.is_initialized() and gradients[0].is_cuda else []
         # A rank without a guess takes fewer steps, and must still draw the same random numbers in the next update.
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices):
             for order, (guess, number) in enumerate(guesses):
                 # A copy, since optimizers (and clipping) may change gradients in place.
                 torch._foreach_copy_(gradients, list(guess))
