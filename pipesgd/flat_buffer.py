@@ -25,9 +25,12 @@ class FlatBuffer:
     rank's parts of DTensors, and one more flat tensor holds what is not sharded: ranks with the same values of it then
     encode and round them alike, whatever shards they have next to them.
 
+    Values are in the memory order of their tensors, as in the gradients that autograd makes: fused optimizers walk
+    through the memory of parameters and gradients side by side.
+
     Attributes:
         flats: the flat tensors, each (numel,).
-        views: for each of the tensors, in their order, a view of its shape into one of ``flats``.
+        views: for each of the tensors, in their order, a view of its shape and strides into one of ``flats``.
         first: number of the first of ``flats`` in the buffer that this one is a bucket of; 0 if it is none.
     """
 
@@ -44,7 +47,7 @@ class FlatBuffer:
             sizes = [part.numel() for part in parts]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
             for index, part, view in zip(indices, parts, flat.split(sizes), strict=True):
-                views[index] = view.view(part.shape)
+                views[index] = laid_out_like(part, view)
             self.flats.append(flat)
         self.views = [views[index] for index in range(len(tensors))]
 
@@ -83,6 +86,38 @@ class BucketedBuffer(FlatBuffer):
             self.flats += bucket.flats
             views |= dict(zip(indices, bucket.views, strict=True))
         self.views = [views[index] for index in range(len(tensors))]
+
+
+def laid_out_like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return a view of ``values``, contiguous memory for as many, with the shape and the memory order of ``tensor``.
+
+    It has the strides of ``tensor``, unless there are gaps between its values or some share a place: such a tensor has
+    a contiguous gradient.
+    """
+    if is_dense(tensor):
+        return values.as_strided(tensor.shape, tensor.stride())
+    return values.view(tensor.shape)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return True if the values of ``tensor`` fill its memory, each in a place of its own, in whatever order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, which ``is_dense``, with its dimensions in the order of its memory: a contiguous view."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def memory_layout(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of the gradient of ``tensor``; None if it is contiguous, as nearly all are."""
+    part = local(tensor)
+    return None if part.is_contiguous() or not is_dense(part) else part.stride()
+
+
+def real_numel(tensor: Tensor) -> int:
+    """Return how many real numbers this rank holds of ``tensor``: a complex one is two of them."""
+    return local(tensor).numel() * (2 if tensor.is_complex() else 1)
 
 
 def rearranged(
@@ -126,6 +161,17 @@ def check_shapes(saved: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
             )
 
 
+def check_layouts(saved: Sequence[tuple[int, ...] | None], parameters: Sequence[Tensor]) -> None:
+    """Raise ``UserInputError`` unless ``parameters`` have the ``memory_layout`` that they had in a state."""
+    here = [memory_layout(parameter) for parameter in parameters]
+    for number, (before, now) in enumerate(zip(saved or [None] * len(here), here, strict=False)):
+        if (None if before is None else tuple(before)) != now:
+            raise UserInputError(
+                f"trained parameters (number {number}) must have the strides {before or 'of contiguous memory'}, as in "
+                f"the state that is loaded; got {now or 'contiguous memory'}"
+            )
+
+
 def _places(buckets: Sequence[Sequence[Tensor]]) -> list[tuple[int, int, int, int]]:
     """Return (id of the tensor, flat tensor, start, stop) of each tensor of ``buckets`` in a ``BucketedBuffer``,
     counted in real numbers."""
@@ -138,7 +184,7 @@ def _places(buckets: Sequence[Sequence[Tensor]]) -> list[tuple[int, int, int, in
             if number == len(stops):
                 stops.append(0)
             start = stops[number]
-            stops[number] += local(tensor).numel() * (2 if tensor.is_complex() else 1)
+            stops[number] += real_numel(tensor)
             places.append((id(tensor), number, start, stops[number]))
     return places
 
@@ -160,11 +206,12 @@ def make_dense(parameters: Sequence[Tensor]) -> None:
             parameter.grad = parameter.grad.to_dense()
 
 
+@torch.no_grad()
 def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Tensor | None]:
     """Copy every parameter's ``.grad``, which is dense, into ``buffer``; a parameter without one counts as zero.
 
     Leaves ``.grad`` None, so that the next backward pass makes new gradients, and returns the present ones, of
-    DTensors this rank's parts.
+    DTensors this rank's parts, without the graphs that ``create_graph=True`` gives them.
     """
     present = [(local_gradient(parameter), view) for parameter, view in zip(parameters, buffer.views, strict=True)]
     absent = [view for gradient, view in present if gradient is None]
@@ -173,7 +220,9 @@ def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Ten
     views = [view for gradient, view in present if gradient is not None]
     if views:
         torch._foreach_copy_(views, [gradient for gradient, _ in present if gradient is not None])
-    gradients = [gradient for gradient, _ in present]
+    gradients = [
+        gradient.detach() if gradient is not None and gradient.requires_grad else gradient for gradient, _ in present
+    ]
     give_gradients(parameters, [None] * len(parameters))
     return gradients
 

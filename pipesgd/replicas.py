@@ -112,6 +112,37 @@ def hashes_of_ranks(model: nn.Module, ranks: Ranks) -> list[str]:
     return hashes
 
 
+def check_same_weights(model: nn.Module, trained: Sequence[Tensor], ranks: Ranks) -> None:
+    """Compare all ranks' ``trained`` and frozen parameters, which were written in the wrong place if they differ.
+
+    Writes through ``.data`` or ``copy_`` leave no other trace, wherever they are made. Collective.
+
+    Raises:
+        ReplicasDivergedError: they differ; the message names the first one that does.
+    """
+    if ranks.world_size == 1:
+        return
+    ignored = getattr(model, "parameters_to_ignore", ())  # by DistributedDataParallel: each rank has its own
+    own = set(map(id, trained))
+    compared = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if (id(parameter) in own or not parameter.requires_grad) and name.removeprefix("module.") not in ignored
+    }
+    hashes = hashes_of_ranks(nn.ParameterList(compared.values()), ranks)
+    others = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
+    if not others:
+        return
+    each = [weights_sha256(nn.ParameterList([parameter])) for parameter in compared.values()]
+    of_ranks = ranks.all_gather_object("hashes of the weights", each)
+    pairs = zip(compared, zip(*of_ranks, strict=True), strict=True)
+    first = next(name for name, of_parameter in pairs if len(set(of_parameter)) > 1)
+    raise ReplicasDivergedError(
+        "weights must be written in pipeline.true_weights() alone, and alike on all ranks; got other weights on "
+        f"{named([ranks.number(rank) for rank in others])} than on rank {ranks.number(0)}, first in {first}"
+    )
+
+
 def check_replicas(hashes: Sequence[str], iteration: int) -> None:
     """Check that all ranks' hashes are equal.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd.checks import check_left_out, check_version
-from pipesgd.ddp.attached import Attached, attach, is_late, with_clipping
+from pipesgd.ddp.attached import Attached, attach, with_clipping
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 
@@ -51,11 +51,6 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
                 of ranks than the one that saved the checkpoint, or the optimizer is schedule-free.
             RunError: the checkpoint has no usable pipeline of this rank.
         """
-        if is_late(self._options) and callable(getattr(optimizer.optimizer, "eval", None)):
-            raise UserInputError(
-                "optim must not be schedule-free, except at width=1 without local steps: evaluations change the "
-                f"weights in place; got {type(optimizer.optimizer).__name__}"
-            )
         if self.pipeline is not None:  # an error or Ctrl-C ended the last training
             interrupted = RunError("the training before this one was interrupted")
             self.pipeline.__exit__(RunError, interrupted, None)

@@ -490,7 +490,7 @@ def test_weights_that_were_written_outside_of_true_weights_are_noticed_at_the_en
     """Predicted weights of this rank are written over the true ones, and used to be trained on from then on."""
     assert set(run_ranks(2, _writes_elsewhere, options)) == {
         "weights must be written in pipeline.true_weights() alone, and alike on all ranks; got other weights on rank 1 "
-        "than on rank 0"
+        "than on rank 0, first in module.first.weight"
     }
 
 

@@ -23,16 +23,18 @@ from pipesgd.ddp.hook import (
     LoopHooks,
     before_update,
     check_all_held,
+    check_dense_embeddings,
     check_model,
     check_no_scaler,
-    check_same_weights,
     done,
+    gradients_of,
 )
 from pipesgd.ddp.local_steps import AttachedLocalSteps
 from pipesgd.errors import UserInputError, warn
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.clipping import Clipping
+from pipesgd.optim.optimizer_copy import without_effect
 from pipesgd.optim.step import check_unchanged, set_aside_gradients
 from pipesgd.pipeline.in_flight import InFlight
 from pipesgd.pipeline.pipelined import Pipelined
@@ -169,6 +171,7 @@ class AttachedPipeline(Pipelined):
                 f"got {reduce}"
             )
         check_model(ddp_model)
+        check_dense_embeddings(ddp_model)
         check_all_held(ddp_model, optimizer)
         self._scaler = loop_scaler if loop_scaler is not None and loop_scaler.is_enabled() else None
         self._ddp_model = ddp_model
@@ -209,15 +212,19 @@ class AttachedPipeline(Pipelined):
 
         Raises its errors, and ``ReplicasDivergedError`` if the ranks end with different weights.
         """
+        report = self.apply_all()
+        if report.applied:
+            self.check_replicas()
+        return report
+
+    def apply_all(self) -> StepReport:
+        """Do what ``flush`` does, but compare nothing."""
         self._settle("flush")
         self._stepping_itself = True
         try:
-            report = super().flush()
+            return super().apply_all()
         finally:
             self._stepping_itself = False
-        if report.applied and not self.drifts:
-            check_same_weights(self._parameters, self._ranks)
-        return report
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients in flight and the codec's state; see ``Pipelined.state_dict``."""
@@ -262,7 +269,7 @@ class AttachedPipeline(Pipelined):
         try:
             self.check_usable()
             self.check_gradients(new=True)
-            self._buckets.append((bucket.parameters(), bucket.gradients()))
+            self._buckets.append((bucket.parameters(), gradients_of(bucket)))
             if bucket.is_last():
                 buckets, self._buckets = self._buckets, []
                 self._exchange(buckets)
@@ -345,11 +352,25 @@ class AttachedPipeline(Pipelined):
                 check_no_scaler(sys._getframe())
         self._half_done = f"the update of iteration {self.iteration - 1}"
         self._updates.weights.restore()
+        self._take_options()
         if self._due.applied:
             self._warn_of_changes()
             self._update.enter_context(hyperparameters.set_to(self._optimizer, self._hyperparameters))
-        else:  # nothing is due: torch's optimizers leave parameters without a gradient alone
-            self._update.enter_context(set_aside_gradients(self._optimizer))
+        else:  # nothing is due
+            self._update.enter_context(without_effect(self._optimizer))
+
+    def _take_options(self) -> None:
+        """Let the gradient of this iteration be applied with the options that the loop steps with.
+
+        The loop may have set them since its backward pass.
+        """
+        now = hyperparameters.current(self._optimizer)
+        if self._in_flight and self._in_flight[-1].iteration == self.iteration - 1:
+            newest = self._in_flight.pop()
+            unapplied = dataclasses.replace(newest.unapplied, hyperparameters=now)
+            self._in_flight.append(dataclasses.replace(newest, unapplied=unapplied))
+        else:
+            self._hyperparameters = now
 
     def _warn_of_changes(self) -> None:
         """Warn once if the loop has changed the mean in ``.grad`` in a way that it has not announced."""

@@ -25,9 +25,9 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import Group
-from pipesgd.ddp.hook import BucketHook, check_model, done, register_comm_hook
+from pipesgd.ddp.hook import BucketHook, check_dense_embeddings, check_model, done, gradients_of, register_comm_hook
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import FlatBuffer, all_finite
+from pipesgd.flat_buffer import FlatBuffer, all_finite, check_layouts, memory_layout, real_numel
 from pipesgd.functions import OWN, kind
 from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.pipeline_config import check_messages
@@ -104,6 +104,7 @@ class CompressedBuckets:
         process_group: Group | None,
     ):
         check_model(ddp_model)
+        check_dense_embeddings(ddp_model)
         check_one_of("codec", kind(options.codec), (*DENSE_CODECS, OWN))
         name = all_reduce_name(all_reduce)
         check_messages(name, segment_bytes, connections)
@@ -173,10 +174,19 @@ class CompressedBuckets:
         torch splits its buckets again after the first iteration of a resumed run: sums may differ in their last bits.
         """
         residuals = self._residuals | self._residuals_in_use()
-        return {"iteration": self.iteration, "residuals": [residuals.get(id(p)) for p in self._parameters]}
+        return {
+            "iteration": self.iteration,
+            "strides": [memory_layout(parameter) for parameter in self._parameters],
+            "residuals": [residuals.get(id(p)) for p in self._parameters],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict`` of this rank, with the same model."""
+        """Continue from a ``state_dict`` of this rank, with the same model.
+
+        Raises:
+            UserInputError: parameters were in another memory order.
+        """
+        check_layouts(state.get("strides", ()), self._parameters)  # earlier versions had only contiguous ones
         self.iteration = state["iteration"]
         self._reducers.clear()
         loaded = zip(self._parameters, state["residuals"], strict=True)
@@ -235,7 +245,7 @@ class CompressedBuckets:
         reducer = dense_reducer(self._options, self._codec, self._connections, seed=mixed(self._seed, index))
         waiting = [self._residuals.pop(id(parameter), None) for parameter in parameters]
         if any(residual is not None for residual in waiting):
-            zeros = [torch.zeros(p.numel(), dtype=torch.float32, device=p.device) for p in parameters]
+            zeros = [torch.zeros(real_numel(p), dtype=torch.float32, device=p.device) for p in parameters]
             own = [zero if residual is None else residual for zero, residual in zip(zeros, waiting, strict=True)]
             reducer.load_state_dict({"residuals": [torch.cat(own)]})
         self._reducers[index] = [id(parameter) for parameter in parameters], reducer
@@ -245,7 +255,7 @@ class CompressedBuckets:
         """Return copies of the residuals of all parameters that have one, by the parameters' ids."""
         concurrent.futures.wait(self._sums)
         found: dict[int, Tensor] = {}
-        sizes = {id(parameter): parameter.numel() for parameter in self._parameters}
+        sizes = {id(parameter): real_numel(parameter) for parameter in self._parameters}
         for identities, reducer in self._reducers.values():
             for flat in reducer.state_dict()["residuals"]:
                 parts = flat.split([sizes[identity] for identity in identities])
@@ -258,7 +268,7 @@ class _Bucket(FlatBuffer):
 
     def __init__(self, bucket: GradBucket):
         self.flats = [bucket.buffer()]
-        self.views = bucket.gradients()
+        self.views = gradients_of(bucket)
 
 
 def _end_threads(thread: CommunicationThread, stop_watching: Callable[[], None], connections: Connections) -> None:

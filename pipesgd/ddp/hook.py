@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -13,11 +13,10 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.errors import ReplicasDivergedError, UserInputError, named
-from pipesgd.optim.step import trainable_parameters
+from pipesgd.errors import UserInputError
+from pipesgd.flat_buffer import laid_out_like
+from pipesgd.optim.step import make_hookable, trainable_parameters
 from pipesgd.pipeline.true_weights_hooks import Hook
-from pipesgd.ranks import Ranks
-from pipesgd.replicas import hashes_of_ranks
 
 
 def check_model(ddp_model: DistributedDataParallel) -> None:
@@ -36,6 +35,41 @@ def check_model(ddp_model: DistributedDataParallel) -> None:
         raise UserInputError(f"ddp_model must have no communication hook; got one with {hook.__qualname__}")
     if ddp_model.mixed_precision is not None:
         raise UserInputError("ddp_model must be made without mixed_precision=; use torch.autocast in the loop")
+
+
+def check_dense_embeddings(ddp_model: DistributedDataParallel) -> None:
+    """Refuse embeddings with sparse gradients, whose buckets torch hands over as sparse tensors.
+
+    Raises:
+        UserInputError: the model has one that is trained.
+    """
+    for name, layer in ddp_model.module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            raise _sparse(f"those of {name or 'the model'}")
+
+
+def gradients_of(bucket: GradBucket) -> list[Tensor]:
+    """Return the gradients in a bucket of torch, in its memory, each with the shape and strides of torch's own one.
+
+    ``GradBucket.gradients`` takes what lies in the memory order of the parameter for contiguous, and leaves complex
+    gradients in pairs of real numbers.
+
+    Raises:
+        UserInputError: they are sparse.
+    """
+    parameters, buffer = bucket.parameters(), bucket.buffer()
+    if buffer.layout is not torch.strided:
+        raise _sparse(f"one of shape {tuple(parameters[0].shape)}")
+    values = buffer.view(parameters[0].dtype) if parameters[0].is_complex() else buffer
+    parts = values.split([parameter.numel() for parameter in parameters])
+    return [laid_out_like(parameter, part) for parameter, part in zip(parameters, parts, strict=True)]
+
+
+def _sparse(got: str) -> UserInputError:
+    return UserInputError(
+        "gradients must be dense in a loop with DistributedDataParallel, which hands over no other ones together; got "
+        f"sparse ones, {got} (use sparse=False in torch.nn.Embedding)"
+    )
 
 
 def check_all_held(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -81,23 +115,6 @@ def before_update(begin: Callable[[], None], args: Any, kwargs: Any) -> Any:
         return result
 
     return (args[0], compute_first), {name: value for name, value in kwargs.items() if name != "closure"}
-
-
-def check_same_weights(parameters: Sequence[Tensor], ranks: Ranks) -> None:
-    """Compare the weights of all ranks, which were written in the wrong place if they differ. Collective.
-
-    Writes through ``.data`` or ``copy_`` leave no other trace, wherever they are made.
-
-    Raises:
-        ReplicasDivergedError: they differ.
-    """
-    hashes = hashes_of_ranks(nn.ParameterList(parameters), ranks)
-    others = [ranks.number(rank) for rank, one in enumerate(hashes) if one != hashes[0]]
-    if others:
-        raise ReplicasDivergedError(
-            "weights must be written in pipeline.true_weights() alone, and alike on all ranks; got other weights on "
-            f"{named(others)} than on rank {ranks.number(0)}"
-        )
 
 
 def check_no_scaler(frame: FrameType | None) -> None:
@@ -168,10 +185,14 @@ class LoopHooks:
     """Hooks that call a pipeline attached to a loop; it is ended if torch refuses the communication hook."""
 
     def __init__(self, attached: InLoop, ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer):
+        make_hookable(optimizer)
+
+        @torch._disable_dynamo  # a compiled step calls both outside of its graphs
         def before_step(stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             nested = is_of_base_class(stepping, sys._getframe())
             return None if nested else attached.before_step(stepping, args, kwargs)
 
+        @torch._disable_dynamo
         def after_step(stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if not is_of_base_class(stepping, sys._getframe()):
                 attached.after_step(stepping, args, kwargs)

@@ -19,11 +19,11 @@ from pipesgd.ddp.hook import (
     check_all_held,
     check_model,
     check_no_scaler,
-    check_same_weights,
     done,
 )
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import are_finite
+from pipesgd.optim.optimizer_copy import without_effect
 from pipesgd.optim.step import set_aside_gradients
 from pipesgd.pipeline.local_steps import LocalSteps
 from pipesgd.strategy import StepReport
@@ -89,8 +89,8 @@ class AttachedLocalSteps(LocalSteps):
         """
         self._settle("flush")
         report = super().flush()
-        if report.applied and not self.drifts:
-            check_same_weights(self._inner.parameters, self._ranks)
+        if report.applied:
+            self._pipeline.check_replicas()
         return report
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class AttachedLocalSteps(LocalSteps):
             self._window.work()
             self._skipped = not finite
             if self._skipped:
-                self._update.enter_context(set_aside_gradients(self._optimizer))
+                self._update.enter_context(without_effect(self._optimizer))
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End the update that the loop's optimizer has done."""

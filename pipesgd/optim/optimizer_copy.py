@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from pipesgd.errors import UserInputError
 from pipesgd.optim.hyperparameters import Hyperparameters, current, set_to
-from pipesgd.optim.step import set_aside_gradients
+from pipesgd.optim.step import held_parameters, make_hookable, set_aside_gradients
 from pipesgd.shards import local
 
 _OF_A_SCALER = ("grad_scale", "found_inf")
@@ -20,6 +22,8 @@ _OF_A_SCALER = ("grad_scale", "found_inf")
 
 class OptimizerCopy:
     """Copy of an optimizer: it updates the same parameters, with its own options and state.
+
+    An optimizer that wraps another one, as Lookahead does, has a copy that wraps a copy.
 
     Args:
         optimizer: the original.
@@ -30,15 +34,20 @@ class OptimizerCopy:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stand_ins: Mapping[int, Tensor] | None = None):
+        make_hookable(optimizer)  # as torch makes the class of a copy, by which other optimizers of it would fail
         self._original = optimizer
         self._stand_ins = stand_ins or {}
         memo = self._parameters_themselves()
         try:
             self._copy = copy.deepcopy(optimizer, memo)
-            # torch's Optimizer leaves the attributes of subclasses out of copies. ``step`` stays out: it would be a
-            # scheduler's wrapper, which steps the original.
-            self._known = vars(self._copy).keys() | vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys() | {"step"}
-            self._follow_attributes(self._memo())
+            self._pairs = [(optimizer, self._copy)]
+            """The optimizer and those that it wraps, each with its copy."""
+            for original, copied in self._pairs:  # which grows
+                # torch's Optimizer leaves the attributes of subclasses out of copies. The memo knows what was copied.
+                _follow_attributes(original, copied, memo)
+                known = [id(one) for one, _ in self._pairs]
+                inner = {name: one for name, one in vars(original).items() if isinstance(one, torch.optim.Optimizer)}
+                self._pairs += [(one, vars(copied)[name]) for name, one in inner.items() if id(one) not in known]
         except Exception as failure:
             raise UserInputError(
                 "prediction must be none for an optimizer that cannot be copied; "
@@ -47,45 +56,47 @@ class OptimizerCopy:
 
     def follow(self) -> None:
         """Take over the original's options and state."""
-        own = self._copy.state
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for key, values in self._original.state.items():
-            if not isinstance(values, dict):  # a value of the whole optimizer, not of a parameter
-                own[key] = copy.deepcopy(values)
-                continue
-            kept = own[key]
-            for name, value in values.items():
-                target = kept.get(name)
-                if isinstance(value, Tensor) and isinstance(target, Tensor) and target.shape == value.shape:
-                    targets.append(local(target))
-                    sources.append(local(value))
-                else:
-                    kept[name] = copy.deepcopy(value)
-            for name in kept.keys() - values.keys():
-                del kept[name]
-        for key in own.keys() - self._original.state.keys():
-            del own[key]
+        for original, copied in self._pairs:
+            own = copied.state
+            for key, values in original.state.items():
+                if not isinstance(values, dict):  # a value of the whole optimizer, not of a parameter
+                    own[key] = copy.deepcopy(values)
+                    continue
+                kept = own[key]
+                for name, value in values.items():
+                    target = kept.get(name)
+                    if isinstance(value, Tensor) and isinstance(target, Tensor) and target.shape == value.shape:
+                        targets.append(local(target))
+                        sources.append(local(value))
+                    else:
+                        kept[name] = copy.deepcopy(value)
+                for name in kept.keys() - values.keys():
+                    del kept[name]
+            for key in own.keys() - original.state.keys():
+                del own[key]
         if targets:
             torch._foreach_copy_(targets, sources)
         memo = self._memo()
-        for group, options in zip(self._copy.param_groups, self._original.param_groups, strict=True):
-            # An optimizer may count its steps in a tensor among the options: the copy must not count in the same one.
-            own_options = {name: value for name, value in options.items() if name != "params"}
-            group.update(copy.deepcopy(own_options, memo))
-        self._follow_attributes(memo)
+        for original, copied in self._pairs:
+            for group, options in zip(copied.param_groups, original.param_groups, strict=True):
+                # An optimizer may count its steps in a tensor among the options: the copy must not count in the same.
+                own_options = {name: value for name, value in options.items() if name != "params"}
+                group.update(copy.deepcopy(own_options, memo))
+            _follow_attributes(original, copied, memo)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copy's state."""
-        tensors = (
-            value for values in self._copy.state.values() if isinstance(values, dict) for value in values.values()
-        )
+        states = [values for _, copied in self._pairs for values in copied.state.values()]
+        tensors = (value for values in states if isinstance(values, dict) for value in values.values())
         return sum(local(value).nbytes for value in tensors if isinstance(value, Tensor))
 
     def begin(self, lr: float) -> None:
         """Forget all state, as before the first step, and set this learning rate, since schedules may begin at 0."""
-        self._copy.state.clear()
+        for _, copied in self._pairs:
+            copied.state.clear()
         for group in self._copy.param_groups:
             group["params"] = list({id(parameter): parameter for parameter in group["params"]}.values())
             group["lr"] = torch.full_like(group["lr"], lr) if isinstance(group["lr"], Tensor) else lr
@@ -100,22 +111,74 @@ class OptimizerCopy:
         state: dict[str, Any] = self._copy.state.get(tensor, {})
         return state
 
-    def _follow_attributes(self, memo: dict[int, Any]) -> None:
-        for name, value in vars(self._original).items():
-            if name not in self._known and name not in _OF_A_SCALER:
-                # A subclass may make attributes as late as in its first step.
-                setattr(self._copy, name, copy.deepcopy(value, memo))
-        for name in vars(self._copy).keys() - vars(self._original).keys() - self._known:
-            delattr(self._copy, name)
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """All that the copy has in place of what the original has by itself."""
+        names = vars(self._original).keys() - _of_torch() | {"state", "param_groups"}
+        return {name: vars(self._copy)[name] for name in names & vars(self._original).keys() & vars(self._copy).keys()}
 
     def _memo(self) -> dict[int, Any]:
-        """Return what copies refer to: the parameters themselves, and the copy where it was the original."""
-        return self._parameters_themselves() | {id(self._original): self._copy}
+        """Return what copies refer to: the parameters themselves, and the copy's own where it was the original's."""
+        memo = self._parameters_themselves() | {id(original): copied for original, copied in self._pairs}
+        if len(self._pairs) == 1 and vars(self._original).keys() <= _of_torch():
+            return memo
+        for original, copied in self._pairs:
+            groups, own = copied.param_groups, copied.state
+            memo |= {id(original.param_groups): groups, id(original.state): own}
+            memo |= {id(one): other for one, other in zip(original.param_groups, groups, strict=True)}
+            for key, values in original.state.items():
+                memo[id(values)] = own[key]
+                if isinstance(values, dict):
+                    memo |= {id(value): own[key][name] for name, value in values.items() if isinstance(value, Tensor)}
+        return memo
 
     def _parameters_themselves(self) -> dict[int, Any]:
         """Return a memo for deepcopy, by which parameters are not copied."""
         parameters = (parameter for group in self._original.param_groups for parameter in group["params"])
         return {id(parameter): self._stand_ins.get(id(parameter), parameter) for parameter in parameters}
+
+
+@functools.cache
+def _of_torch() -> frozenset[str]:
+    """Return the attributes that torch gives an optimizer, and those that are a part of its surroundings."""
+    made_by_torch = vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys()
+    # ``step`` would be a scheduler's wrapper, which steps the original.
+    return frozenset((*made_by_torch, "step", "_opt_called", *_OF_A_SCALER))
+
+
+def _follow_attributes(original: torch.optim.Optimizer, copied: torch.optim.Optimizer, memo: dict[int, Any]) -> None:
+    """Give ``copied`` the attributes of the ``original``'s own class, which may make some as late as in a step."""
+    for name in vars(original).keys() - _of_torch():
+        setattr(copied, name, copy.deepcopy(vars(original)[name], memo))
+    for name in vars(copied).keys() - vars(original).keys() - _of_torch():
+        delattr(copied, name)
+
+
+@contextlib.contextmanager
+def without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a step of ``optimizer`` change neither parameters nor itself while the context is open.
+
+    Optimizers of torch leave alone what has no gradient. Others may count their steps, or change weights in some of
+    them: for the time being these have copies, and afterwards all that they had before.
+
+    Raises:
+        UserInputError: the optimizer cannot be copied.
+    """
+    with set_aside_gradients(optimizer):
+        if type(optimizer).__module__.startswith("torch."):
+            yield
+            return
+        held = held_parameters(optimizer)
+        stand_ins = {id(one): torch.nn.Parameter(one.detach().clone(), one.requires_grad) for one in held}
+        copied = OptimizerCopy(optimizer, stand_ins).attributes
+        before = dict(vars(optimizer))
+        vars(optimizer).update(copied)
+        try:
+            yield
+        finally:
+            for name in vars(optimizer).keys() - before.keys():
+                delattr(optimizer, name)
+            vars(optimizer).update({name: before[name] for name in copied})
 
 
 def state_of_a_zero_gradient(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -121,6 +122,33 @@ def _strided_tensors(state: Any) -> Iterator[Tensor]:
             yield from _strided_tensors(value)
 
 
+def make_hookable(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch call hooks of ``optimizer``'s steps, also where its class leaves out torch's constructor.
+
+    Wrappers of other optimizers do so, such as Lookahead in several packages.
+    """
+    kind = type(optimizer)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if not hasattr(kind, name) and name not in vars(optimizer):
+            setattr(kind, name, OrderedDict())  # of other optimizers of this class, which have no hooks
+        vars(optimizer).setdefault(name, OrderedDict())
+    if not getattr(kind.step, "hooked", False):
+        optimizer._patch_step_function()
+
+
+def check_not_schedule_free(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that changes weights in ``train()`` and ``eval()``, where gradients are late.
+
+    Raises:
+        UserInputError: it does so.
+    """
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise UserInputError(
+            "optimizer must not be schedule-free, except at width 1 without local steps: its train() and eval() change "
+            f"weights in place; got {type(optimizer).__name__}"
+        )
+
+
 class OwnSteps:
     """Steps of an optimizer that belong to a strategy: a hook that refuses them to the training loop.
 
@@ -128,6 +156,7 @@ class OwnSteps:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
+        make_hookable(optimizer)
         self._optimizer = optimizer
         self._taken = False
         self._handles: list[RemovableHandle] = []
@@ -136,6 +165,7 @@ class OwnSteps:
         """Refuse, from now on, all steps that are not ``taken``."""
         self._handles.append(self._optimizer.register_step_pre_hook(self))
 
+    @torch._disable_dynamo  # a compiled step calls it outside of its graphs
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse a step, or let it be; torch calls this before it."""
         if not self._taken:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ class DelayedUpdate:
             kept for a later pipeline.
         clip: clipping of averaged gradients, and of the guesses in their place in a prediction.
         replica: the replica that the weights are of; by default this rank holds it alone.
+        written: function that is called once with a parameter that was written while it held predicted weights.
 
     Raises:
         UserInputError: there is no such prediction, or the optimizer cannot be copied for it.
@@ -61,6 +62,7 @@ class DelayedUpdate:
         guard: bool,
         clip: Clipping,
         replica: Replica | None = None,
+        written: Callable[[Tensor], None] | None = None,
     ):
         self.width = width
         self.warmup_iterations = warmup_iterations
@@ -70,6 +72,7 @@ class DelayedUpdate:
         self._optimizer = optimizer
         self._clip = clip
         self._replica = replica or Replica()
+        self._written = written
         self.follow(parameters)
 
     @property
@@ -106,6 +109,7 @@ class DelayedUpdate:
         self._prediction = make_prediction(self._kind, parameters, self._optimizer, self._clip)
         self._prediction.add_up = self._replica.add_up
         self._prediction.weights.exchanged = self._replica.gather_again
+        self._prediction.weights.notices.tell = self._written
         self._parameters = parameters
 
     def width_after(self, iterations: int) -> int:
@@ -169,6 +173,8 @@ class DelayedUpdate:
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         """Let the parameters hold the weights expected once the gradients ``in_flight``, oldest first, are applied."""
         self._prediction.predict(in_flight, agreement)
+        if self.weights.are_predicted:
+            self.weights.notices.begin()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed to continue identically after a restart, besides the gradients in flight."""

@@ -55,7 +55,7 @@ from pipesgd.flat_buffer import are_finite, check_shapes
 from pipesgd.nested import loadable
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
-from pipesgd.optim.step import OwnSteps, SynchronousUpdate, set_aside_gradients
+from pipesgd.optim.step import OwnSteps, SynchronousUpdate, check_not_schedule_free, set_aside_gradients
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.prediction import (
     AddErrors,
@@ -287,6 +287,7 @@ class LocalSteps(Strategy):
             width=width,
         )
         check_width(width, warmup_iterations)
+        check_not_schedule_free(optimizer)
         check_timeout(timeout)
         chosen_codec = codec_options(codec)
         check_fragments(fragments, chosen_codec.codec)

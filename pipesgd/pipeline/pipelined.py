@@ -31,9 +31,11 @@ from pipesgd.flat_buffer import (
     FlatBuffer,
     all_finite,
     are_finite,
+    check_layouts,
     check_shapes,
     check_sizes,
     give_gradients,
+    memory_layout,
     on_device,
     sizes_of_flats,
     take_mean,
@@ -44,6 +46,7 @@ from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import (
     OwnSteps,
     check_copies_gradients,
+    check_not_schedule_free,
     drop_gradients,
     drop_gradients_of_frozen,
     held_parameters,
@@ -61,12 +64,18 @@ from pipesgd.pipeline.packing import Packing
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
 from pipesgd.pipeline.sameness import check_same_training, compute_alike, plain
 from pipesgd.pipeline.summing import Summing
-from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
+from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsiders, warn_of_write
 from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_eligible, check_momentum, check_reducer
-from pipesgd.replicas import SumOverRanks, combine_buffers, nonfinite_ranks, share_rank_0s_values
+from pipesgd.replicas import (
+    SumOverRanks,
+    check_same_weights,
+    combine_buffers,
+    nonfinite_ranks,
+    share_rank_0s_values,
+)
 from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
 from timing_model.schedules import SEGMENT_BYTES, Algorithm
@@ -203,6 +212,8 @@ class Pipelined(Strategy):
         mesh: Mesh | None = None,
     ):
         check_width(width, warmup_iterations)
+        if width > 1:
+            check_not_schedule_free(optimizer)
         name = all_reduce_name(all_reduce)
         check_messages(name, segment_bytes, connections)
         most_bytes = rate_of(rate_limit, name)
@@ -247,6 +258,7 @@ class Pipelined(Strategy):
             guard=guard,
             clip=dataclasses.replace(clip, total_norm=self._replica.total_norm),
             replica=self._replica,
+            written=functools.partial(warn_of_write, model),
         )
         check_reducer(options, optimizer, self._parameters, seed)
         self.iteration = 0
@@ -330,6 +342,7 @@ class Pipelined(Strategy):
                 share_rank_0s_state(optimizer, self._ranks, self._sum_in("Pipelined"))
             if self._updates.predicts:
                 self._hooks = TrueWeightsHooks(model, self._updates)
+                warn_of_outsiders(model, self._parameters)
             self._factor_hooks.follow(self._cut.exchanges.by_factors())
             self._leaving = self._watch()
             drop_gradients(optimizer)
@@ -453,6 +466,10 @@ class Pipelined(Strategy):
 
         Raises the same errors as ``step``, and ``UserInputError`` if buckets have left since then.
         """
+        return self.apply_all()
+
+    def apply_all(self) -> StepReport:
+        """Do what ``flush`` does."""
         self.check_usable()
         self._check_whole("flush")
         if self._meeting is None:  # else an earlier call was interrupted
@@ -536,6 +553,7 @@ class Pipelined(Strategy):
             "world_size": self._ranks.world_size,
             "codec": self._codec_options.describe(),
             "buckets": self._cut.into,
+            "strides": [memory_layout(parameter) for parameter in self._parameters],
             "reduce": exchanges.reduce,
             "choices": [exchanges.choices.get(id(one)) for one in held_parameters(self._optimizer)],
             "turn": self._turn,
@@ -561,6 +579,7 @@ class Pipelined(Strategy):
             if (before := state.get(name, default)) != own:  # earlier versions had none of them
                 raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {own}")
         cut = self._cut_of(state)
+        check_layouts(state.get("strides", ()), cut.parameters)  # earlier versions had only contiguous ones
         check_shapes(state["agreement"]["missed"], cut.parameters)
         for gradient in state["in_flight"]:
             check_sizes([as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(cut.buckets))
@@ -629,7 +648,8 @@ class Pipelined(Strategy):
         After an error it waits for no other rank: it drops the gradients in flight with a warning, and leaves the true
         weights in the model.
 
-        Raises the same errors as ``flush``; the pipeline is closed then, too.
+        Raises the same errors as ``flush``, and ``ReplicasDivergedError`` if the ranks' weights differ, those of frozen
+        parameters, too; the pipeline is closed then, too.
         """
         if self._closed:
             return
@@ -639,7 +659,8 @@ class Pipelined(Strategy):
             if not self.failed:
                 self._check_whole("close")
                 if self._in_flight:
-                    self.flush()
+                    self.apply_all()
+                self.check_replicas()
                 if not self._leaves_connections:
                     # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
                     failure = self._meet("close", self._summing.wait_for_all).exception()
@@ -656,6 +677,11 @@ class Pipelined(Strategy):
             self._summing.close(together=together, disconnects=not (self._leaves_connections and together))
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
+
+    def check_replicas(self) -> None:
+        """Raise ``ReplicasDivergedError`` if the ranks hold different weights, unless they may drift. Collective."""
+        if not self.drifts:
+            check_same_weights(self.module, self._parameters, self._ranks)
 
     def leave(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> Connections | None:
         """Close, and leave the connections to a successor if they are of this all-reduce and as ``wanted``.

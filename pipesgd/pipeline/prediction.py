@@ -36,6 +36,7 @@ from pipesgd.optim.blockwise import Steps, in_blocks, pieces, steps_by_itself, s
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.hyperparameters import Hyperparameters
 from pipesgd.optim.optimizer_copy import OptimizerCopy
+from pipesgd.pipeline.notices import Notices, forget_computed_from_weights
 from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.shards import give, kept, local
 from pipesgd.strategy import Comparison
@@ -137,6 +138,8 @@ class SwappedWeights:
         self._holds = 0
         self.exchanged: Callable[[], None] = lambda: None
         """Function that is called when the parameters have been given other weights."""
+        self.notices = Notices(parameters)
+        """What notices writes to predicted weights, which are lost."""
 
     @property
     def are_predicted(self) -> bool:
@@ -171,6 +174,8 @@ class SwappedWeights:
 
     def work(self) -> None:
         """Let the parameters hold weights that may change in place: predicted ones, or a copy of the true ones."""
+        self.notices.look()
+        self.notices.end()
         if self._hidden:
             self._give_predicted()
         elif not self.true:
@@ -179,6 +184,7 @@ class SwappedWeights:
     def restore(self) -> None:
         """Let the parameters hold the true weights from now on; the predicted ones are no longer valid."""
         self.show_true()
+        self.notices.end()
         self._hidden = False
 
     def show_true(self, *, graphs_end: bool = False) -> bool:
@@ -188,12 +194,12 @@ class SwappedWeights:
         """
         if not self.true:
             return False
+        self.notices.look()
         with torch.inference_mode(False):  # these tensors outlive an evaluation in that mode
             self.predicted = [kept(*pair) for pair in zip(self._parameters, self.predicted, strict=True)]
-        _give_storage(self._parameters, self.true)
+        self._give(self.true)
         self.true = []
         self._hidden = True
-        self.exchanged()
         if graphs_end:
             torch.autograd.graph.increment_version(self._parameters)
         return True
@@ -204,6 +210,7 @@ class SwappedWeights:
             self._give_predicted()
             if graphs_end:
                 torch.autograd.graph.increment_version(self._parameters)
+            self.notices.begin_again()
 
     @contextlib.contextmanager
     def held_true(self) -> Iterator[None]:
@@ -219,6 +226,7 @@ class SwappedWeights:
 
     def adopt(self) -> None:
         """Make the weights that the parameters hold the true ones."""
+        self.notices.end()
         if self.true:
             self.predicted, self.true = self.true, []
         self._hidden = False
@@ -226,9 +234,14 @@ class SwappedWeights:
     def _give_predicted(self) -> None:
         with torch.inference_mode(False):
             self.true = [kept(*pair) for pair in zip(self._parameters, _data(self._parameters), strict=True)]
-        _give_storage(self._parameters, self.predicted)
+        self._give(self.predicted)
         self.predicted = _data(self._parameters)  # of a DTensor, which has a copy, so that no other one is held
         self._hidden = False
+
+    def _give(self, storage: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, storage, strict=True):
+            give(parameter, tensor)
+        forget_computed_from_weights()
         self.exchanged()
 
 
@@ -594,11 +607,6 @@ def _check_apart(parameters: Sequence[Tensor], kind: type[Prediction]) -> None:
             "prediction must be none where parameters share memory (tie them by assigning the Parameter itself, "
             f"b.weight = a.weight); got {kind.__name__.lower()}"
         )
-
-
-def _give_storage(parameters: Sequence[Tensor], storage: Sequence[Tensor]) -> None:
-    for parameter, tensor in zip(parameters, storage, strict=True):
-        give(parameter, tensor)
 
 
 def _data(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesgd.errors import DisagreementError, named
-from pipesgd.flat_buffer import give_gradients
+from pipesgd.flat_buffer import give_gradients, memory_layout
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import OptimizerCopy
 from pipesgd.pipeline.cut import Cut
@@ -89,7 +89,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def describe_parameters(model: nn.Module, parameters: Iterable[Tensor]) -> list[str]:
-    """Return name, shape and dtype of each of ``parameters``; those that are not the model's have no name."""
+    """Return name, shape, dtype and memory order of each of ``parameters``; those not of the model have no name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [_describe(names.get(id(parameter), "parameter"), parameter) for parameter in parameters]
 
@@ -102,7 +102,7 @@ def describe_shares(model: nn.Module, parameters: Iterable[Tensor]) -> list[str]
 
 
 def describe_buffers(model: nn.Module) -> list[str]:
-    """Return name, shape and dtype of each of the model's buffers."""
+    """Return name, shape, dtype and memory order of each of the model's buffers."""
     return [_describe(name, buffer) for name, buffer in model.named_buffers()]
 
 
@@ -136,7 +136,9 @@ def _name_first_difference(ranks: Ranks, name: str, everybody: Sequence[Sequence
 
 def _describe(name: str, tensor: Tensor) -> str:
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
-    return f"{name} {shape} {str(tensor.dtype).removeprefix('torch.')} {layout(tensor)}".rstrip()
+    strides = memory_layout(tensor)
+    order = "" if strides is None else f"in memory order of strides {'x'.join(map(str, strides))}"
+    return " ".join(filter(None, (name, shape, str(tensor.dtype).removeprefix("torch."), layout(tensor), order)))
 
 
 def _hash(described: Sequence[str]) -> str:

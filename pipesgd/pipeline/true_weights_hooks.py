@@ -9,18 +9,26 @@ The predicted weights return at once where no graph remembers which weights it w
 the next forward pass that trains. A backward pass through a graph of the other weights then fails, as it does in torch
 after any change in place.
 
+A change of mode that a part of the model does in its own way, as LoRA layers do that merge their factors in ``eval()``,
+reads and writes the true weights, as does an update of torch's ``AveragedModel`` by the model.
+
 Gradients of a forward pass in evaluation mode are those of the true weights. Nothing tells in the forward pass whether
 they will be trained with, so ``check_gradients`` refuses them where they are handed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from pipesgd.errors import UserInputError
@@ -65,12 +73,25 @@ class TrueWeightsHooks:
                 module.register_state_dict_post_hook(Hook(self._end_saving)),
                 module.register_load_state_dict_pre_hook(Hook(self._begin_loading)),
             ]
+        self._modes = [mode for module in model.modules() for mode in changes_of_mode(module)]
+        for mode in self._modes:
+            mode.updates.append(updates)
+        follow_averages()
+        self._modules = list(model.modules())
+        for module in self._modules:
+            _UPDATES.setdefault(module, []).append(updates)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for mode in self._modes:
+            mode.leave(self._updates)
+        self._modes.clear()
+        for module in self._modules:
+            _UPDATES[module].remove(self._updates)
+        self._modules.clear()
 
     def check_gradients(self, *, new: bool = False) -> None:
         """Refuse to take over gradients that were computed with the true weights, in evaluation mode.
@@ -136,6 +157,102 @@ class TrueWeightsHooks:
 
     def _begin_loading(self, module: nn.Module, *details: Any) -> None:
         self._updates.weights.restore()  # the predicted weights are not those expected from the loaded ones
+
+
+class ChangeOfMode:
+    """A module's own ``train`` or ``eval``, on the module in its place, which finds and leaves the true weights.
+
+    A copy of the module, by ``copy.deepcopy`` or ``pickle``, has the method of its class.
+    """
+
+    def __init__(self, module: nn.Module, name: str):
+        self.updates: list[DelayedUpdate] = []
+        """Holders of the weights of the pipelines that train the module."""
+        self._module = module
+        self._name = name
+        self._before = vars(module).get(name)
+        """What the module itself had there."""
+        self._change: Callable[..., Any] = getattr(module, name)
+        vars(module)[name] = self
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        with _true_weights(self.updates):
+            return self._change(*arguments, **named)
+
+    def leave(self, updates: DelayedUpdate) -> None:
+        """Forget one of ``updates``; after the last one, put back what was there."""
+        self.updates.remove(updates)
+        if not self.updates and vars(self._module).get(self._name) is self:
+            del vars(self._module)[self._name]
+            if self._before is not None:
+                vars(self._module)[self._name] = self._before
+
+    def __reduce__(self) -> tuple[type[functools.partial[Any]], tuple[Callable[..., Any], nn.Module]]:
+        return functools.partial, (getattr(type(self._module), self._name), self._module)
+
+
+def changes_of_mode(module: nn.Module) -> list[ChangeOfMode]:
+    """Return the changes of mode that ``module`` does in its own way, in its methods' places."""
+    names = [
+        name
+        for name in ("train", "eval")
+        if getattr(type(module), name) is not getattr(nn.Module, name) or name in vars(module)
+    ]
+    present = ((name, vars(module).get(name)) for name in names)
+    return [one if isinstance(one, ChangeOfMode) else ChangeOfMode(module, name) for name, one in present]
+
+
+_UPDATES: WeakKeyDictionary[nn.Module, list[DelayedUpdate]] = WeakKeyDictionary()
+"""Holders of the weights of each module that has hooks, or is a part of one."""
+
+
+@contextlib.contextmanager
+def _true_weights(updates: Sequence[DelayedUpdate]) -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        for one in updates:
+            held.enter_context(one.weights.held_true())
+        yield
+
+
+def follow_averages() -> None:
+    """Let torch's ``AveragedModel`` average the true weights of models that have hooks, from now on."""
+    plainly = AveragedModel.update_parameters
+    if getattr(plainly, "_has_true_weights", False):
+        return
+
+    @functools.wraps(plainly)
+    def update_parameters(averaged: AveragedModel, model: nn.Module) -> None:
+        with _true_weights(_UPDATES.get(unwrapped(model), ())):
+            plainly(averaged, model)
+
+    update_parameters._has_true_weights = True  # type: ignore[attr-defined]
+    AveragedModel.update_parameters = update_parameters  # type: ignore[assignment, method-assign]
+
+
+def warn_of_outsiders(model: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Warn of trained parameters that are not the model's: no hook of the model puts in their true weights."""
+    own = set(map(id, model.parameters()))
+    outside = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in own]
+    if outside:
+        warnings.warn(
+            "trained parameters should be the model's, which is evaluated and saved with its true weights; got "
+            f"{len(outside)} others (of shape {outside[0]}): read, write and save them in "
+            "`with pipeline.true_weights():`, or make them a part of the model",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def warn_of_write(model: nn.Module, parameter: Tensor) -> None:
+    """Warn that a parameter of ``model`` was written while it held predicted weights."""
+    names = (name for name, one in model.named_parameters() if one is parameter)
+    warnings.warn(
+        "parameters must be written in `with pipeline.true_weights():`, alike on all ranks: after a step they hold "
+        "predicted weights, which the next update drops with all that was written to them; got another value of "
+        f"{next(names, 'a parameter')} outside of it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer, are_finite, check_sizes
+from pipesgd.flat_buffer import FlatBuffer, are_finite, check_sizes, in_memory_order, real_numel
 from pipesgd.reducers.base import as_real
 
 
@@ -33,8 +33,9 @@ class _Matrix:
 class PowerSgdReducer:
     """Sums matrices by one step of a power iteration (Vogels, Karimireddy & Jaggi, NeurIPS 2019, algorithms 1 and 2).
 
-    A parameter of two or more dimensions is treated as a matrix, its first dimension by the others, if its factors are
-    smaller: (rows + columns) * low_rank < rows * columns. All others are summed as they are. A ``sum`` over p ranks is
+    A parameter of two or more dimensions is treated as a matrix, the first dimension of its memory by the others, if
+    its factors are smaller: (rows + columns) * low_rank < rows * columns. All others are summed as they are. A ``sum``
+    over p ranks is
 
     1. accumulate: M = gradient + residual, (rows, columns), of this rank;
     2. left factors: P = M Q, (rows, low_rank), with Q from the last iteration. All P and the uncompressed parameters
@@ -86,10 +87,10 @@ class PowerSgdReducer:
             matrix.residual.add_(_as_matrix(buffer, matrix))
             torch.mm(matrix.residual, matrix.right, out=matrix.left)
         for index, place in self._uncompressed:
-            place.copy_(as_real(buffer.views[index]))
+            place.copy_(_values(buffer, index))
         self._all_reduce(self._left)
         for index, place in self._uncompressed:
-            as_real(buffer.views[index]).copy_(place)
+            _values(buffer, index).copy_(place)
         # 3.
         for matrix in self._matrices:
             if are_finite([matrix.left]):
@@ -154,9 +155,9 @@ class PowerSgdReducer:
 
     def _shape(self, view: Tensor) -> tuple[int, int]:
         """Return rows and columns of a parameter's matrix; for one that is not compressed, its numel and 0."""
-        numel = view.numel() * (2 if view.is_complex() else 1)
+        numel = real_numel(view)
         if view.dim() >= 2 and numel:
-            rows = len(view)
+            rows = len(in_memory_order(view))
             columns = numel // rows
             if (rows + columns) * self._low_rank < numel:
                 return rows, columns
@@ -207,4 +208,9 @@ class PowerSgdReducer:
 
 def _as_matrix(buffer: FlatBuffer, matrix: _Matrix) -> Tensor:
     """Return the parameter's gradient in ``buffer`` as a matrix, which is a view."""
-    return as_real(buffer.views[matrix.index]).view(matrix.residual.shape)
+    return _values(buffer, matrix.index).view(matrix.residual.shape)
+
+
+def _values(buffer: FlatBuffer, index: int) -> Tensor:
+    """Return the real numbers of a parameter's gradient in ``buffer``, a view of one dimension, as memory has them."""
+    return as_real(in_memory_order(buffer.views[index]))

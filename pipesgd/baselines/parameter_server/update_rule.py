@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.flat_buffer import FlatBuffer, laid_out_like
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.step import check_copies_gradients
 from timing_model.schedules import split
@@ -20,17 +20,25 @@ bytes for each piece of a parameter (names and headers in torch's file format)."
 
 
 class Piece(NamedTuple):
-    """The elements ``start`` to ``stop`` of one parameter."""
+    """The elements ``start`` to ``stop`` of one parameter, as its memory has them."""
 
     parameter: int
     start: int
     stop: int
     shape: tuple[int, ...]
     """Shape of the piece: the parameter's own if the piece is all of it, else (elements,)."""
+    stride: tuple[int, ...]
+    """Strides of the piece."""
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return this piece of a tensor that has the parameter's shape."""
-        return tensor.reshape(-1)[self.start : self.stop].view(self.shape)
+    def of(self, values: Tensor) -> Tensor:
+        """Return ``values``, contiguous memory with those of this piece, as a view of its shape."""
+        return values.as_strided(self.shape, self.stride)
+
+    def copy_of(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """Return a copy of this piece of a ``tensor`` that has the shape of ``parameter``."""
+        memory = tensor.new_empty(tensor.numel())
+        laid_out_like(parameter, memory).copy_(tensor)
+        return self.of(memory[self.start : self.stop].clone())
 
 
 class ShardLayout:
@@ -45,8 +53,9 @@ class ShardLayout:
                 offset, elements = int(view.storage_offset()), view.numel()
                 start, stop = max(first - offset, 0), min(last - offset, elements)
                 if view.dtype == flat.dtype and start < stop:
-                    shape = tuple(view.shape) if stop - start == elements else (stop - start,)
-                    pieces.append(Piece(parameter, start, stop, shape))
+                    whole = stop - start == elements
+                    shape, stride = (tuple(view.shape), view.stride()) if whole else ((stop - start,), (1,))
+                    pieces.append(Piece(parameter, start, stop, shape, stride))
             self._of_range.append(pieces)
         self.pieces = [piece for pieces in self._of_range for piece in pieces]
         self.nbytes = sum(part.nbytes for part in self.ranges_of(buffer))
@@ -62,7 +71,7 @@ class ShardLayout:
         views = []
         for values, pieces in zip(ranges, self._of_range, strict=True):
             parts = values.split([piece.stop - piece.start for piece in pieces])
-            views += [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
+            views += [piece.of(part) for part, piece in zip(parts, pieces, strict=True)]
         return views
 
 
@@ -136,7 +145,7 @@ class OptimizerRule:
             memo[id(parameter)] = weight
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    memo[id(value)] = piece.of(value).clone()
+                    memo[id(value)] = piece.copy_of(value, parameter)
         self._optimizer = copy.deepcopy(optimizer, memo)
         self._optimizer.state.pop(absent, None)
         for group in self._optimizer.param_groups:
