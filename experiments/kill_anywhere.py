@@ -2,16 +2,17 @@
 
     python -m experiments.kill_anywhere      kill_anywhere.csv; exit code 1 if any run ends differently
 
-A hundred runs of a second or two, whose ranks are forked from this process instead of started by torchrun, whose own
-restarts tests/test_torchrun.py tries. A kill is at a random moment of a random call in its phase; "resume" is a kill in
-training and another one while the checkpoint is being loaded. Half of the kills hit all ranks at once. The weights and
-every logged loss must equal those of the run that was left alone. Finished runs are kept in runs/kill_anywhere.json, by
-a hash of the code: the same command continues where it was stopped.
+A hundred runs of a second or two, half of them with DDP. Their ranks are forked from this process instead of started by
+torchrun, whose own restarts tests/test_torchrun.py tries. A kill is at a random moment of a random call in its phase;
+"resume" is a kill in training and another one while the checkpoint is being loaded. Half of the kills hit all ranks at
+once. The weights and every logged loss must equal those of the run that was left alone. Finished runs are kept in
+runs/kill_anywhere.json, by a hash of the code: the same command continues where it was stopped.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -41,9 +42,11 @@ HARNESS = (Path(__file__), Path(forked_ranks.__file__))
 """Files hashed in addition to the code that is measured: results of another harness do not count."""
 WORLD_SIZE = 3
 WORDS = (
-    "--dataset digits --model mlp --hidden-sizes 32 --batch-size 64 --width 2 --iterations 40 --momentum 0.9 "
+    "--dataset digits --model mlp --hidden-sizes 32 --batch-size 64 --iterations 40 --momentum 0.9 "
     "--checkpoint-iterations 5 --timeout 60"
 )
+STRATEGIES = "--width 2", "--strategy ddp"
+"""Options added to ``WORDS``, one of them in each run."""
 KILLS, QUICK_KILLS = 100, 4
 RESUMED = re.compile(r"continuing after iteration (\d+)")
 
@@ -53,6 +56,8 @@ class Killed:
     """Outcome of one run."""
 
     run: int
+    strategy: str
+    """Its options, of ``STRATEGIES``."""
     phase: str
     rank_killed: int
     all_ranks: bool
@@ -82,7 +87,12 @@ def trained(folder: Path) -> Trained:
     return Trained(weights=summary["weights_sha256"], losses=tuple((line["iteration"], line["loss"]) for line in lines))
 
 
-def undisturbed() -> tuple[Trained, dict[str, list[float]]]:
+def strategy_of(run: int) -> str:
+    """Return the options, of ``STRATEGIES``, of a run: they take turns from run to run, and in each phase."""
+    return STRATEGIES[(run + run // len(PHASES)) % len(STRATEGIES)]
+
+
+def undisturbed(strategy: str) -> tuple[Trained, dict[str, list[float]]]:
     """Return the outcome without a kill, and the seconds of each call, by phase; a resumed run gives those of loading.
 
     Raises:
@@ -92,7 +102,7 @@ def undisturbed() -> tuple[Trained, dict[str, list[float]]]:
     for kills in ([], [Kill(phase=TRAINING, rank=0, call=25, seconds=0.0, all_ranks=True)]):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            if forked_ranks.run(WORDS, WORLD_SIZE, folder, kills) != len(kills):
+            if forked_ranks.run(f"{WORDS} {strategy}", WORLD_SIZE, folder, kills) != len(kills):
                 raise RunError(f"a run that is left alone must succeed; it said:\n{log_of(folder)}")
             found.append(trained(folder))
             durations.append(json.loads((folder / DURATIONS_FILE).read_text(encoding="utf-8")))
@@ -125,7 +135,7 @@ def killed(run: int, kills: Sequence[Kill], expected: Trained, output: Path) -> 
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        hits = forked_ranks.run(WORDS, WORLD_SIZE, folder, kills)
+        hits = forked_ranks.run(f"{WORDS} {strategy_of(run)}", WORLD_SIZE, folder, kills)
         if hits is not None and hits < len(kills):
             return None
         identical = hits is not None and trained(folder) == expected
@@ -135,6 +145,7 @@ def killed(run: int, kills: Sequence[Kill], expected: Trained, output: Path) -> 
     last = kills[-1]
     return Killed(
         run=run,
+        strategy=strategy_of(run),
         phase=last.phase,
         rank_killed=last.rank,
         all_ranks=last.all_ranks,
@@ -160,13 +171,14 @@ def compute(number: int, seed: int, kept: KeptRuns[Killed], output: Path, consol
     missing = max(0, number - sum(words.startswith(key) for words in done))
     command.say_kept(console, number, missing)
     forked_ranks.import_all()
-    expected, durations = undisturbed()
+    alone = {strategy: undisturbed(strategy) for strategy in STRATEGIES}
     run = 0
     with command.progress(console, "killed runs", max(1, missing)) as advance:
         while len(rows) < number:
             words = f"{key} {run}"
             row = done.get(words)
             if row is None:
+                expected, durations = alone[strategy_of(run)]
                 row = killed(run, kills_of(run, seed, durations), expected, output)
                 if row is not None:
                     kept.add(words, row)
@@ -178,12 +190,12 @@ def compute(number: int, seed: int, kept: KeptRuns[Killed], output: Path, consol
 
 
 def show(rows: Sequence[Killed]) -> None:
-    """Print a line for every phase."""
+    """Print a line for every phase of every strategy."""
     lines = []
-    for phase in PHASES:
-        of_phase = [row for row in rows if row.phase == phase]
-        same = sum(row.identical for row in of_phase)
-        lines.append({"killed in": phase, "runs": str(len(of_phase)), "identical": str(same)})
+    for strategy, phase in itertools.product(STRATEGIES, PHASES):
+        own = [row for row in rows if (row.strategy, row.phase) == (strategy, phase)]
+        same = sum(row.identical for row in own)
+        lines.append({"options": strategy, "killed in": phase, "runs": str(len(own)), "identical": str(same)})
     command.show(f"{sum(row.identical for row in rows)} of {len(rows)} runs ended in the same weights", lines)
 
 
@@ -205,7 +217,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     number = arguments.kills or (QUICK_KILLS if arguments.quick else KILLS)
     found = compute(number, arguments.seed, kept, arguments.output, console)
     rows: list[dict[str, Any]] = [dataclasses.asdict(one) for one in found]
-    save("kill_anywhere", rows, extra={"options": WORDS}, folder=arguments.output)
+    save("kill_anywhere", rows, extra={"options": WORDS, "strategies": STRATEGIES}, folder=arguments.output)
     show(found)
     if different := [one.run for one in found if not one.identical]:
         raise RunError(f"every run must end in the weights of the undisturbed one; not so: {different}")

@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -45,8 +45,9 @@ class Ddp(Strategy):
     ended. ``step`` raises any failure, or a bucket's delay of more than ``timeout`` seconds after the last bucket was
     handed over, before anything is applied. torch itself would wait for ever.
 
-    A resumed run sums its first gradients in the buckets that torch starts with, which it splits again after one
-    iteration. If that changes them, the first sums differ in their last bit from those of the uninterrupted run.
+    torch cuts its buckets once more after the first iteration, in the order in which gradients got ready in it, and
+    where a value is in its bucket decides in which order the ranks' values are added. So the state has that order, and
+    a resumed run begins with the buckets of the uninterrupted one.
 
     Args:
         model: the module whose parameters ``optimizer`` updates.
@@ -94,6 +95,7 @@ class Ddp(Strategy):
         module.register_comm_hook(group, self._buckets.around(_hook_named(hook)))
         self.module: nn.Module = module
         self._ddp = module
+        self._ready_order: list[int] | None = None  # None before the first iteration
         self._thread = CommunicationThread(self._update.parameters[0].device)
         self._buckets.watch_by(self._thread)
 
@@ -107,6 +109,8 @@ class Ddp(Strategy):
         self._update.check_parameters("ddp")
         iteration = self.iteration
         spans, wire_bytes = self._buckets.take(iteration)
+        if self._ready_order is None:
+            self._ready_order = self._ddp.ready_order()
         self.iteration += 1
         report = self._update.apply(iteration)
         return dataclasses.replace(report, spans=(*spans, *report.spans), wire_bytes=wire_bytes)
@@ -120,11 +124,24 @@ class Ddp(Strategy):
         combine_buffers(self._model, how, self._ranks, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the iteration and the loss scale."""
-        return {"iteration": self.iteration, "loss_scale": self._update.loss_scale.state_dict()}
+        """Return the iteration, the loss scale, and the order in which torch has sorted gradients into its buckets."""
+        return {
+            "iteration": self.iteration,
+            "loss_scale": self._update.loss_scale.state_dict(),
+            "ready_order": self._ready_order,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
+        """Continue from ``state``, before the first iteration: torch sorts gradients into its buckets only once.
+
+        Raises:
+            ValueError: the state is one of a model with other parameters.
+        """
+        order = state.get("ready_order")  # earlier versions had none
+        if self._ready_order is None and order is not None:
+            with self._buckets.staying():
+                self._ddp.rehearse(order)
+            self._ready_order = order
         self.iteration = state["iteration"]
         self._update.loss_scale.load_state_dict(state["loss_scale"])
 
@@ -159,6 +176,34 @@ class _Module(DistributedDataParallel):
         except RuntimeError as failure:
             raise self.name_failure(failure) from failure
 
+    def ready_order(self) -> list[int] | None:
+        """Return the parameters' numbers in the order in which they last got gradients; None if they never got any."""
+        nanoseconds = self.reducer.get_backward_stats()
+        return sorted(range(len(nanoseconds)), key=nanoseconds.__getitem__) if all(nanoseconds) else None
+
+    def rehearse(self, order: list[int]) -> None:
+        """Have torch observe that gradients get ready in ``order``, by which the next forward pass cuts the buckets.
+
+        Only a backward pass can tell torch so, but it may be one without the model: no hook of a parameter runs, and
+        the zeros that the parameters get as gradients are dropped.
+        """
+        parameters, are_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if sorted(order) != list(range(len(parameters))):
+            raise ValueError(f"ready_order must be an order of {len(parameters)} parameters; got {len(order)} numbers")
+        for parameter, is_sparse in zip(parameters, are_sparse, strict=True):
+            if is_sparse:  # torch makes up only dense gradients
+                parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo)
+
+        def all_ready(gradient: Tensor) -> None:
+            for number in order:
+                self.reducer._autograd_hook(number)  # type: ignore[attr-defined]
+
+        seed = torch.zeros((), requires_grad=True)
+        seed.register_hook(all_ready)
+        self.reducer.prepare_for_backward([])
+        seed.backward()
+        self.zero_grad()
+
 
 class _Buckets:
     """The buckets of one iteration in flight, with the times when they began and ended, and any failure.
@@ -175,6 +220,7 @@ class _Buckets:
         self._pending: dict[int, tuple[torch.futures.Future[Tensor], Tensor]] = {}
         self._failure: BaseException | None = None
         self._watching = True
+        self._staying = False
         self._handed_over = 0.0
         self._periods: list[list[float]] = []  # begin and end of times in which buckets were in flight
         self._wire_bytes = 0
@@ -186,6 +232,9 @@ class _Buckets:
         def observed(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             index, buffer = bucket.index(), bucket.buffer()
             result: torch.futures.Future[Tensor] = torch.futures.Future()
+            if self._staying:
+                result.set_result(buffer)
+                return result
             with self._changed:
                 self._handed_over = time.perf_counter()
                 if not self._pending:
@@ -205,6 +254,15 @@ class _Buckets:
             return result
 
         return observed
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Send no bucket while the context is open: each keeps this rank's values."""
+        self._staying = True
+        try:
+            yield
+        finally:
+            self._staying = False
 
     def watch_by(self, thread: CommunicationThread) -> None:
         """Have ``thread`` end the wait for buckets that do not arrive within the deadline."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from _fashion_mnist import fashion_mnist_batches, momentum_sgd, paper_mlp
-from _ranks import run_ranks
+from _ranks import error_of, run_ranks
 from _reference import pipe_sgd
 from _small_problem import assert_same_weights, classify
 from torch import Tensor, nn
@@ -111,6 +113,108 @@ def _mean_gradients(iterations: int, world_size: int) -> list[Tensor]:
             parts.append(model.linear.weight.grad)
         means.append(torch.stack(parts).mean(0))
     return means
+
+
+class Turns(nn.Module):
+    """A model whose gradients get ready in another order than its layers are in, and in every other iteration in a
+    third one; with batch norm, dropout, and layers that torch puts into other buckets: of float64, or sparse."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(784, 30), nn.BatchNorm1d(30)
+        self.brightest = nn.EmbeddingBag(784, 30, sparse=sparse)
+        self.layers = nn.ModuleList(nn.Linear(30, 30) for _ in range(3))
+        self.precise = nn.Linear(30, 30, dtype=torch.float64)
+        self.last = nn.Linear(30, 10)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.passes: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        x = x.flatten(1)
+        x = self.norm(self.first(x) + self.brightest(x.topk(5).indices))
+        for layer in self.layers if self.passes % 2 else reversed(self.layers):
+            x = nn.functional.dropout(layer(x).relu(), 0.2)
+        last: Tensor = self.last(self.precise(x.double()).float())
+        return last
+
+
+class Training:
+    """A model that a strategy trains by batches of this rank's, from its beginning or from a state."""
+
+    def __init__(self, ranks: Ranks, hook: str, accumulation: int, state: dict[str, Any] | None = None):
+        self.model = Turns(sparse=hook == "none")  # torch compresses no sparse gradients
+        self.optimizer = momentum_sgd(self.model)
+        self.strategy = Ddp(self.model, self.optimizer, ranks=ranks, hook=hook)
+        self.batches = list(fashion_mnist_batches(ranks.rank, ranks.world_size, ITERATIONS, torch.float32))
+        self.accumulation = accumulation
+        torch.manual_seed(ranks.rank)
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.strategy.load_state_dict(state["strategy"])
+            torch.set_rng_state(state["rng"])
+            assert all(parameter.grad is None for parameter in self.model.parameters())
+
+    def state(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "strategy": self.strategy}
+        return copy.deepcopy({name: part.state_dict() for name, part in parts.items()} | {"rng": torch.get_rng_state()})
+
+    def steps(self, number: int) -> list[tuple[str, int]]:
+        """Make iterations; return the weights' hash and the bytes sent in each."""
+        found = []
+        for _ in range(number):
+            batch = self.batches[self.strategy.iteration]
+            for micro in range(self.accumulation):
+                with self.strategy.accumulating() if micro < self.accumulation - 1 else contextlib.nullcontext():
+                    classify(self.strategy.module, batch).backward()
+            report = self.strategy.step()
+            found.append((weights_sha256(self.model), report.wire_bytes))
+        return found
+
+
+def _train_and_continue(ranks: Ranks, hook: str, accumulation: int) -> dict[str, list[tuple[str, int]]]:
+    whole = Training(ranks, hook, accumulation)
+    states, expected = [whole.state()], []
+    for _ in range(5):
+        expected += whole.steps(1)
+        states.append(whole.state())
+    whole.strategy.close()
+    found = {"uninterrupted": expected}
+    for done in (0, 1, 2, 3):
+        resumed = Training(ranks, hook, accumulation, states[done])
+        at_once = resumed.state()["strategy"]
+        assert at_once == states[done]["strategy"], "a state that is loaded and saved is the same"
+        one_more = resumed.steps(1)
+        again = Training(ranks, hook, accumulation, resumed.state())
+        found[f"after {done}"] = expected[:done] + one_more + again.steps(4 - done)
+        resumed.strategy.close()
+        again.strategy.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "hook", "accumulation"), [(3, "none", 1), (4, "none", 1), (3, "fp16", 1), (3, "none", 2)]
+)
+def test_a_resumed_run_sums_in_the_buckets_of_the_uninterrupted_one(
+    world_size: int, hook: str, accumulation: int
+) -> None:
+    """Three summands or more depend on their order, which the place of a gradient in its bucket determines."""
+    for found in run_ranks(world_size, _train_and_continue, hook, accumulation):
+        expected = found.pop("uninterrupted")
+        assert found == dict.fromkeys(found, expected)
+
+
+def _load_the_order_of_another_model(ranks: Ranks) -> str:
+    model = nn.Linear(4, 4)
+    with Ddp(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks) as strategy:
+        return error_of(strategy.load_state_dict, strategy.state_dict() | {"ready_order": [2, 0, 1]})
+
+
+def test_the_state_of_a_model_with_other_parameters_is_refused() -> None:
+    message = "ValueError: ready_order must be an order of 2 parameters; got 3 numbers"
+    assert run_ranks(1, _load_the_order_of_another_model) == [message]
 
 
 def test_hooks_compress_as_announced() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from _ranks import run_ranks
 
 from experiments import forked_ranks
 from experiments.forked_ranks import PHASES, TRAINING, Kill
-from experiments.kill_anywhere import WORLD_SIZE, kills_of, parse, trained
+from experiments.kill_anywhere import QUICK_KILLS, STRATEGIES, WORLD_SIZE, kills_of, parse, strategy_of, trained
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 
@@ -40,6 +42,12 @@ def test_phases_take_turns_and_a_kill_lies_within_a_call_that_there_is() -> None
         assert one.call < len(DURATIONS[one.phase])
         assert 0.0 <= one.seconds <= max(DURATIONS[one.phase])
     assert {one[-1].all_ranks for one in kills} == {True, False}
+
+
+def test_every_strategy_is_killed_in_every_phase_as_often_as_the_others() -> None:
+    runs = [(strategy_of(run), kills_of(run, 0, DURATIONS)[-1].phase) for run in range(16)]
+    assert Counter(runs) == dict.fromkeys(itertools.product(STRATEGIES, PHASES), 2)
+    assert {strategy for strategy, _ in runs[:QUICK_KILLS]} == set(STRATEGIES)
 
 
 def test_who_is_killed_while_resuming_was_killed_in_training_before() -> None:
