@@ -413,14 +413,16 @@ WRAPPING: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def with_optimizer(door: str, name: str, **options: Any) -> list[Tensor]:
-    """Train with an optimizer, a schedule, a skipped update and a flush in the middle, after which it fills again."""
+    """Train with a schedule, an update that is skipped, and a flush after which a pipeline fills again."""
     model = seeded(mlp)
     optimizer = WRAPPING[name](model)
-    inner = getattr(optimizer, "inner", optimizer)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
-    loop = Loop(door, model, optimizer, **options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(getattr(optimizer, "inner", optimizer), 0.9)
+    loop = Loop(door, model, optimizer, on_nonfinite="skip", **options)
     for number, inputs in enumerate(batches((6,), iterations=12)):
-        loop.update((loop.model(inputs) - 1).square().mean())
+        if number != 8:
+            loop.update((loop.model(inputs) - 1).square().mean())
+        elif loop.pipeline is not None:
+            loop.update((loop.model(inputs) * torch.nan).mean())
         schedule.step()
         if number == 5 and loop.pipeline is not None:
             loop.pipeline.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,20 +35,12 @@ class OptimizerCopy:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stand_ins: Mapping[int, Tensor] | None = None):
-        make_hookable(optimizer)  # as torch makes the class of a copy, by which other optimizers of it would fail
         self._original = optimizer
         self._stand_ins = stand_ins or {}
-        memo = self._parameters_themselves()
+        self._pairs: list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]] = []
+        """The optimizer and those that it wraps, each with its copy."""
         try:
-            self._copy = copy.deepcopy(optimizer, memo)
-            self._pairs = [(optimizer, self._copy)]
-            """The optimizer and those that it wraps, each with its copy."""
-            for original, copied in self._pairs:  # which grows
-                # torch's Optimizer leaves the attributes of subclasses out of copies. The memo knows what was copied.
-                _follow_attributes(original, copied, memo)
-                known = [id(one) for one, _ in self._pairs]
-                inner = {name: one for name, one in vars(original).items() if isinstance(one, torch.optim.Optimizer)}
-                self._pairs += [(one, vars(copied)[name]) for name, one in inner.items() if id(one) not in known]
+            self._copy = _copied(optimizer, self._parameters_themselves(), self._pairs)
         except Exception as failure:
             raise UserInputError(
                 "prediction must be none for an optimizer that cannot be copied; "
@@ -146,6 +139,30 @@ def _of_torch() -> frozenset[str]:
     return frozenset((*made_by_torch, "step", "_opt_called", *_OF_A_SCALER))
 
 
+def _copied(
+    original: torch.optim.Optimizer,
+    memo: dict[int, Any],
+    pairs: list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]],
+) -> torch.optim.Optimizer:
+    """Return a copy of ``original`` that wraps copies of what that wraps, and has no hooks; ``memo`` is of deepcopy.
+
+    torch's optimizers themselves leave the attributes of subclasses out of copies.
+    """
+    made: torch.optim.Optimizer = object.__new__(type(original))
+    memo[id(original)] = made
+    pairs.append((original, made))
+    for inner in vars(original).values():
+        if isinstance(inner, torch.optim.Optimizer) and id(inner) not in memo:
+            _copied(inner, memo, pairs)
+    for name, value in vars(original).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            vars(made)[name] = OrderedDict()
+        elif name not in ("step", *_OF_A_SCALER):
+            vars(made)[name] = copy.deepcopy(value, memo)
+    make_hookable(made)
+    return made
+
+
 def _follow_attributes(original: torch.optim.Optimizer, copied: torch.optim.Optimizer, memo: dict[int, Any]) -> None:
     """Give ``copied`` the attributes of the ``original``'s own class, which may make some as late as in a step."""
     for name in vars(original).keys() - _of_torch():
@@ -170,7 +187,13 @@ def without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             return
         held = held_parameters(optimizer)
         stand_ins = {id(one): torch.nn.Parameter(one.detach().clone(), one.requires_grad) for one in held}
-        copied = OptimizerCopy(optimizer, stand_ins).attributes
+        try:
+            copied = OptimizerCopy(optimizer, stand_ins).attributes
+        except UserInputError as refusal:
+            raise UserInputError(
+                "optimizer must be one that can be copied, since a step of it that applies nothing is to leave no "
+                f"trace; got {type(optimizer).__name__}: {refusal.__cause__}"
+            ) from refusal
         before = dict(vars(optimizer))
         vars(optimizer).update(copied)
         try:
