@@ -123,14 +123,15 @@ def _interface_addresses(more: Sequence[str] = ()) -> dict[str, list[str]]:
 
     get_interface_address = 0x8915  # SIOCGIFADDR
     found: dict[str, list[str]] = {}
+    names = dict.fromkeys([*(name for _, name in socket.if_nameindex()), *more])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for name in dict.fromkeys([*(name for _, name in socket.if_nameindex()), *more]):
+        for name in names:
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(any_socket, get_interface_address, struct.pack("256s", name.encode()))
                 found[name] = [socket.inet_ntoa(answer[20:24])]
     for name, own in _ipv6_addresses():
         found.setdefault(name, []).append(own)
-    return found
+    return {name: found[name] for name in names if name in found}
 
 
 def _ipv6_addresses() -> list[tuple[str, str]]:
