@@ -37,6 +37,7 @@ def suspecting_lookups(host: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()
 
 
 def suspect_lookups(host: str, *, strangers: bool = False) -> None:
