@@ -8,17 +8,22 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 EXIT_TERMINATED = 143
 EXIT_UNREAD = 141
 """Exit code of a process whose output nobody has read to its end, as after ``| head``: what shells say of SIGPIPE."""
 
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a launcher sets all or none; those that follow from them have a default."""
+
+_LARGEST = 2**31 - 1
 _PARENT_SECONDS = 0.5
 _the_end = threading.Lock()
 _parent: int | None = None
@@ -35,7 +40,7 @@ def begin() -> None:
     _follow_parent()
     if os.environ.get("LOCAL_RANK") == "0":
         world_size = os.environ.get("WORLD_SIZE")
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        where = at_port(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
         say(f"starting rank {own_rank()} of {world_size}, which meets the others at {where}")
 
 
@@ -49,9 +54,86 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def at_port(host: str, port: int | str) -> str:
+    """Return a place in the network as it is usually written.
+
+    >>> at_port("10.0.0.1", 29500), at_port("fd00::1", 29500)
+    ('10.0.0.1:29500', '[fd00::1]:29500')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Launched(NamedTuple):
+    """Place of this process in a job, as its launcher has set it."""
+
+    rank: int
+    world_size: int
+    host: str
+    """Name or address of the machine that holds the store."""
+    port: int
+    restarts: int
+    """Number of times that torchrun has restarted the job."""
+
+
+def launched() -> Launched:
+    """Return what the launcher's variables say of this process, all of which are read here.
+
+    Raises:
+        ValueError: one of them is missing, is no number, or contradicts another.
+    """
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        given = ", ".join(name for name in LAUNCHER_VARIABLES if name in os.environ)
+        raise ValueError(f"torchrun's variables must be set all or none; got {given} without {', '.join(missing)}")
+    world_size = _number("WORLD_SIZE", 1, _LARGEST)
+    host = os.environ["MASTER_ADDR"].strip()
+    if not host:
+        raise ValueError("MASTER_ADDR must be the name or the address of rank 0's machine; got ''")
+    local_rank()
+    _number("TORCHELASTIC_MAX_RESTARTS", 0, _LARGEST, "0")
+    return Launched(
+        rank=_number("RANK", 0, world_size - 1, why=f" (WORLD_SIZE is {world_size})"),
+        world_size=world_size,
+        host=host,
+        port=_number("MASTER_PORT", 0 if world_size == 1 else 1, 65535),
+        restarts=_number("TORCHELASTIC_RESTART_COUNT", 0, _LARGEST, "0"),
+    )
+
+
+def local_rank() -> int:
+    """Return this rank's number among those on its machine, 0 if it is not set; ``ValueError`` if it cannot be."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return _number("LOCAL_RANK", 0, _LARGEST, "0")
+    size = local_world_size()
+    return _number("LOCAL_RANK", 0, size - 1, "0", why=f" (LOCAL_WORLD_SIZE is {size})")
+
+
+def local_world_size() -> int:
+    """Return the number of ranks on this machine, 1 if it is not set; ``ValueError`` if it cannot be."""
+    return _number("LOCAL_WORLD_SIZE", 1, _LARGEST, "1")
+
+
+def _number(name: str, least: int, most: int, otherwise: str = "", *, why: str = "") -> int:
+    text = os.environ.get(name, otherwise)
+    if not re.fullmatch(r"\s*[0-9]{1,10}\s*", text, re.ASCII) or not least <= int(text) <= most:
+        must = f"a whole number from {least} to {most}" if least < most else str(least)
+        raise ValueError(f"{name} must be {must}{why}; got {text!r}")
+    return int(text)
+
+
+def agent_holds_store() -> bool:
+    """Return True if torchrun's agent holds the store in which ranks meet, and rank 0 need not."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def speaks_for_machine() -> bool:
+    """Return True if this rank reports what concerns its whole machine: the first one there, as far as is known."""
+    return os.environ.get("LOCAL_RANK", own_rank()) == "0"
+
+
 def restarts_left() -> int:
     """Return how often torchrun still restarts all ranks if this one ends with another exit code than 0."""
-    most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    most, done = (_number(f"TORCHELASTIC_{name}", 0, _LARGEST, "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return max(0, most - done)
 
 

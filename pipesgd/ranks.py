@@ -34,15 +34,23 @@ from pipesgd.errors import (
 )
 from pipesgd.membership.address import Address, own_address, unreachable
 from pipesgd.membership.heartbeat import LONGEST_PHASE, Beat, Patience, Standing
+from pipesgd.membership.listening import hold_back_silent_connections
+from pipesgd.membership.lookups import suspecting_lookups
 from pipesgd.membership.session import open_session
-from pipesgd.membership.store import BoundedStore, MalformedValue, decode, poll, present, same_kind
+from pipesgd.membership.store import BoundedStore, MalformedValue, decode, host_store, poll, present, same_kind
 from pipesgd.membership.watcher import FAILURE, Watcher, report_key, root_cause
-from pipesgd.process import say
+from pipesgd.process import (
+    LAUNCHER_VARIABLES,
+    agent_holds_store,
+    launched,
+    local_rank,
+    local_world_size,
+    say,
+)
 
 T = TypeVar("T")
 
 HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.train ..."
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 LOOK_SECONDS = 1.0
 """Seconds between two checks, in an exchange, of what the missing ranks are doing."""
@@ -466,36 +474,48 @@ def join() -> Ranks:
     """Return the ranks that torchrun started this process with; without torchrun, a single rank.
 
     Raises:
-        UserInputError: torchrun's variables are set in part only.
+        UserInputError: torchrun's variables are set in part only, or to what they cannot be.
         CommunicationError: the store of the job cannot be reached.
     """
-    given = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
-    if not given:
+    if not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return alone()
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise UserInputError(
-            f"torchrun's variables must be set all or none; got {', '.join(given)} without {', '.join(missing)} "
-            f"(start with: {HOW_TO_START})"
-        )
-    rank = int(os.environ["RANK"])
+    place = _given(launched)
     try:
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
-        store = dist.PrefixStore("pipesgd", store)
-        processes = BoundedStore(store, lambda: DEFAULT_TIMEOUT).run(lambda store: store.add("processes", 1))
+        with suspecting_lookups(place.host):
+            own = None
+            if agent_holds_store():
+                hold_back_silent_connections(place.port)
+            elif place.rank == 0:
+                own = host_store(place.host, place.port)
+            store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
+            del own  # the process has one server at the port, which the store of the rendezvous keeps
+            store = dist.PrefixStore("pipesgd", store)
+            processes = BoundedStore(store, lambda: DEFAULT_TIMEOUT).run(lambda store: store.add("processes", 1))
         session = open_session(store, rank, world_size, DEFAULT_TIMEOUT)
     except dist.DistError as failure:
-        raise lost(failure, rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
+        raise lost(failure, place.rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
     return Ranks(
         rank=rank,
         world_size=world_size,
         store=session,
         job_store=store,
-        local_rank=_local_rank(),
-        local_world_size=_local_world_size(),
-        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        local_rank=_given(local_rank),
+        local_world_size=_given(local_world_size),
+        restart_count=place.restarts,
         processes=processes,
     )
+
+
+def _given(read: Callable[[], T]) -> T:
+    """Return what ``read`` finds in the launcher's variables.
+
+    Raises:
+        UserInputError: it finds one that cannot be.
+    """
+    try:
+        return read()
+    except ValueError as problem:
+        raise UserInputError(f"{problem} (start with: {HOW_TO_START})") from None
 
 
 def alone(number: int | None = None) -> Ranks:
@@ -534,8 +554,8 @@ def current(timeout: float | None, process_group: dist.ProcessGroup | None = Non
     started = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
     # Else torchrun's variables are not those of the default group.
     by_torchrun = started == [str(dist.get_rank()), str(dist.get_world_size())]
-    first = dist.get_rank() - _local_rank()
-    close_by = [number for number in numbers if first <= number < first + _local_world_size()]
+    first = dist.get_rank() - _given(local_rank)
+    close_by = [number for number in numbers if first <= number < first + _given(local_world_size)]
     return Ranks(
         rank=rank,
         world_size=len(numbers),
@@ -614,11 +634,3 @@ def _check_group(group: Any) -> None:
         raise UserInputError(f"process_group must be a group of torch.distributed; got {type(group).__name__}")
     if group not in dist.distributed_c10d._world.pg_map:
         raise UserInputError("process_group must be a group of torch.distributed that exists; got a destroyed one")
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def _local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import error_of, run_ranks
+from conftest import REPOSITORY
 
 from experiments.forked_ranks import rank_environment
 from pipesgd.comm.own_all_reduce import ranks_per_node
@@ -150,6 +154,64 @@ def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch
         join()
 
 
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"RANK": "x"}, "RANK must be a whole number from 0 to 1 (WORLD_SIZE is 2); got 'x'"),
+        ({"RANK": "5"}, "RANK must be a whole number from 0 to 1 (WORLD_SIZE is 2); got '5'"),
+        ({"RANK": "-1"}, "RANK must be a whole number from 0 to 1 (WORLD_SIZE is 2); got '-1'"),
+        ({"RANK": "\N{ARABIC-INDIC DIGIT ONE}"}, "RANK must be "),
+        ({"RANK": "1.0"}, "RANK must be "),
+        ({"RANK": "1_0", "WORLD_SIZE": "20"}, "RANK must be "),
+        ({"RANK": "5", "WORLD_SIZE": "1"}, "RANK must be 0 (WORLD_SIZE is 1); got '5'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a whole number from 1 to 2147483647; got '0'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE must be "),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE must be "),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT must be a whole number from 1 to 65535; got 'abc'"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT must be "),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be "),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR must be the name or the address of rank 0's machine; got ''"),
+        ({"MASTER_ADDR": "no-such.invalid"}, "MASTER_ADDR must be a name or an address of rank 0's machine; got 'no-"),
+        ({"MASTER_ADDR": "a b"}, "MASTER_ADDR must be a name or an address of rank 0's machine; got 'a b'"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be a whole number from 0 to 2147483647; got 'x'"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK must be a whole number from 0 to 1 (LOCAL_WORLD_"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE must be "),
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT must be "),
+        ({"TORCHELASTIC_MAX_RESTARTS": "-1"}, "TORCHELASTIC_MAX_RESTARTS must be "),
+    ],
+)
+def test_what_a_launchers_variable_cannot_be_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, odd: dict[str, str], message: str
+) -> None:
+    """These were tracebacks, or waits of two minutes."""
+    usual = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in (usual | odd).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserInputError) as refused:
+        join()
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+
+
+def _joined_by_hand(ranks: Ranks, port: int) -> list[str]:
+    names = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    found = join()
+    answers: list[str] = found.all_gather_object("a value", f"from {found.rank}")
+    if found.rank == 0:
+        found.wait_until_all_have_spoken()  # the store ends with this process
+    else:
+        found.need_not_speak()
+    return answers
+
+
+def test_rank_0_holds_the_store_at_one_address_where_no_agent_does() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    everybody = [f"from {rank}" for rank in range(3)]
+    assert run_ranks(3, _joined_by_hand, port, process_group=False) == [everybody] * 3
+
+
 def test_without_torchrun_there_is_one_rank() -> None:
     ranks = join()
     assert (ranks.rank, ranks.world_size, ranks.by_torchrun) == (0, 1, False)
@@ -205,6 +267,41 @@ def test_the_address_is_that_of_the_interface_that_gloo_is_told(monkeypatch: pyt
     assert own_address().shown == "127.0.0.1 (lo)", "no name of a host is as long"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,")
     assert own_address().shown == "127.0.0.1 (lo)"
+
+
+@pytest.mark.parametrize("given", [",,lo", ",", "lo,,lo"])
+def test_gloo_takes_no_empty_name_of_an_interface(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    with pytest.raises(UserInputError, match=r"^GLOO_SOCKET_IFNAME must be names of interfaces, with commas between"):
+        own_address()
+
+
+ASK = """
+import os
+from pipesgd.membership.address import own_address
+print(own_address())
+for name in ("one", "two", "three"):
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    print(own_address().shown)
+"""
+INTERFACES = """
+for name in one two three; do ip link add $name type veth peer name $name-peer; ip link set $name up; done
+ip link set lo up
+ip addr add fd00::1/64 dev one nodad; ip addr add fd00::2/64 dev two nodad; ip addr add 10.0.0.2/24 dev two
+ip addr add fe80::3/64 dev three nodad
+exec "$0" -c "$1"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a network of its own")
+def test_an_interface_with_ipv6_addresses_alone_is_named_with_one_that_others_can_use() -> None:
+    command = ["unshare", "-n", "bash", "-ec", INTERFACES, sys.executable, ASK]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("needs a network namespace")
+    own, *chosen = done.stdout.splitlines()
+    assert "others='one (fd00::1), two (10.0.0.2)'" in own, done.stderr
+    assert chosen == ["fd00::1 (one)", "10.0.0.2 (two)", "fe80::3 (three)"]
 
 
 @pytest.mark.parametrize("loopback", ["127.0.1.1 (lo)", "::1"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipesgd.checks import check_one_of
+from pipesgd.errors import UserInputError
 
 
 class Address(NamedTuple):
@@ -41,21 +42,23 @@ def own_address() -> Address:
     elsewhere the interface is not named.
 
     Raises:
-        UserInputError: GLOO_SOCKET_IFNAME names an interface that does not exist.
+        UserInputError: GLOO_SOCKET_IFNAME names an interface that does not exist, or has an empty name in it.
     """
-    chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    chosen = _chosen_interfaces()
     addresses = _interface_addresses(chosen)
     if chosen:
+        names = dict.fromkeys([*(name for _, name in socket.if_nameindex()), *addresses])
         for one in chosen:
-            check_one_of("GLOO_SOCKET_IFNAME", one, [*(name for _, name in socket.if_nameindex()), *addresses])
-        shown = f"{addresses.get(chosen[0], 'no IPv4 address')} ({chosen[0]})"
+            check_one_of("GLOO_SOCKET_IFNAME", one, list(names))
+        shown = f"{addresses.get(chosen[0], ['no address'])[0]} ({chosen[0]})"
     else:
         address = _address_of_own_name()
         # Hosts often have an entry 127.0.1.1 for their own name: any such address is loopback's.
-        names = [name for name, own in addresses.items() if own == address or {own[:4], address[:4]} == {"127."}]
-        shown = f"{address} ({names[0]})" if names else address
-    others = ", ".join(f"{name} ({own})" for name, own in addresses.items() if not own.startswith("127."))
-    return Address(shown, others, _network())
+        same = {address, "127.0.0.1"} if address.startswith("127.") else {address}
+        interfaces = [name for name, own in addresses.items() if same & {*own}]
+        shown = f"{address} ({interfaces[0]})" if interfaces else address
+    usable = {name: own[0] for name, own in addresses.items() if not _stays_near(own[0])}
+    return Address(shown, ", ".join(f"{name} ({own})" for name, own in usable.items()), _network())
 
 
 def unreachable(addresses: Sequence[Address], number: Callable[[int], int] = int) -> str | None:
@@ -95,8 +98,22 @@ def _network() -> str:
         return socket.gethostname()
 
 
-def _interface_addresses(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the IPv4 address of every network interface that has one; on other systems than Linux, none.
+def _chosen_interfaces() -> list[str]:
+    """Return the names in GLOO_SOCKET_IFNAME, which gloo separates by commas, the last of which may end it."""
+    given = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    names = given.removesuffix(",").split(",") if given else []
+    if not all(names):
+        raise UserInputError(f"GLOO_SOCKET_IFNAME must be names of interfaces, with commas between; got {given!r}")
+    return names
+
+
+def _stays_near(address: str) -> bool:
+    """Return True if other machines cannot use ``address``: loopback's, or one that is valid on a single link."""
+    return (own := ipaddress.ip_address(address)).is_loopback or (own.version == 6 and own.is_link_local)
+
+
+def _interface_addresses(more: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return the addresses of every network interface that has one, IPv4 first; on other systems than Linux, none.
 
     Names of ``more`` that the system does not list, such as labels of second addresses (eth0:1), are asked for, too.
     """
@@ -105,10 +122,23 @@ def _interface_addresses(more: Sequence[str] = ()) -> dict[str, str]:
     import fcntl  # not on every system
 
     get_interface_address = 0x8915  # SIOCGIFADDR
-    found = {}
+    found: dict[str, list[str]] = {}
+    names = dict.fromkeys([*(name for _, name in socket.if_nameindex()), *more])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for name in dict.fromkeys([*(name for _, name in socket.if_nameindex()), *more]):
+        for name in names:
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(any_socket, get_interface_address, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                found[name] = [socket.inet_ntoa(answer[20:24])]
+    for name, own in _ipv6_addresses():
+        found.setdefault(name, []).append(own)
+    return {name: found[name] for name in names if name in found}
+
+
+def _ipv6_addresses() -> list[tuple[str, str]]:
+    """Return each interface's name with one of its IPv6 addresses, those that other machines can use first."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+    except OSError:  # a kernel without IPv6
+        return []
+    found = [(line[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0]))) for line in map(str.split, lines)]
+    return sorted(found, key=lambda one: _stays_near(one[1]))

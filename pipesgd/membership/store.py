@@ -11,6 +11,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from pipesgd.membership.listening import listener_at
+from pipesgd.membership.lookups import SLOW_ANSWER_SECONDS, suspect_lookups
+from pipesgd.process import at_port
+
 T = TypeVar("T")
 
 LONGEST_PAUSE = 0.02
@@ -83,14 +87,37 @@ class BoundedStore:
         thread = threading.Thread(target=run, name="pipesgd-store", daemon=True)
         thread.start()
         seconds = self._seconds()
+        thread.join(min(seconds, SLOW_ANSWER_SECONDS))
+        if thread.is_alive() and (server := _server(self._store)) is not None:
+            suspect_lookups(server.host, strangers=True)
         try:
-            answer.exception(seconds)
+            answer.exception(max(0.0, seconds - SLOW_ANSWER_SECONDS))
         except TimeoutError:
             where = address(self._store)
             self._silent = StoreSilent(f"the store that the ranks share{where} has not answered within {seconds:g} s")
             raise self._silent from None
         thread.join()
         return answer.result()
+
+
+def host_store(host: str, port: int) -> dist.Store | None:
+    """Hold a store at ``host`` alone, in a thread of torch's; later stores of this process at ``port`` share it.
+
+    Left to itself, torch listens at all addresses of the machine. Returns None if torch must be, or shall say why the
+    store cannot be held; the errors are those of ``listener_at``.
+    """
+    listener = listener_at(host, port)
+    if listener is None:
+        return None
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
 def poll(done: Callable[[], bool], timeout: float) -> bool:
@@ -110,9 +137,15 @@ def poll(done: Callable[[], bool], timeout: float) -> bool:
 
 def address(store: dist.Store) -> str:
     """Return the location of the process that holds the store, to be read after its name; empty if it is not known."""
+    server = _server(store)
+    return "" if server is None else f" ({at_port(server.host, server.port)}, rank 0's machine)"
+
+
+def _server(store: dist.Store) -> dist.TCPStore | None:
+    """Return the client of a server that is below ``store``; None if there is no server."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return f" ({store.host}:{store.port}, rank 0's machine)" if isinstance(store, dist.TCPStore) else ""
+    return store if isinstance(store, dist.TCPStore) else None
 
 
 def present(store: dist.Store, keys: Sequence[str]) -> dict[str, bytes]:
