@@ -29,6 +29,7 @@ from pipesgd.codecs.base import OwnCodec, mixed
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.all_reduce import ScheduledAllReduce, no_op
+from pipesgd.comm.native import check_ddp_on_gloo
 from pipesgd.comm.own_all_reduce import agreed_schedule, all_reduce_name
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.thread import CommunicationThread
@@ -186,10 +187,16 @@ class PipesgdGroup(dist.ProcessGroup):
         return NAME
 
     def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
-        """Begin to sum tensors over the ranks, as ``torch.distributed.all_reduce`` asks for it."""
+        """Begin to sum tensors over the ranks, as ``torch.distributed.all_reduce`` asks for it.
+
+        Raises:
+            UserInputError: a sum of CUDA tensors is left to gloo, and torch is older than 2.11.
+        """
         match args:
             case ([tensor], dist.AllreduceOptions(reduceOp=operation)) if self._is_large(tensor, operation):
                 return self._sums_on(tensor.device.type).begin(tensor, mean=_is(operation, dist.ReduceOp.AVG))
+            case ([tensor], _):  # maybe a small bucket of DDP, whose calls look like any other's
+                check_ddp_on_gloo(tensor.device.type)
         return self._of_gloo.allreduce(*args, **kwargs)
 
     def shutdown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.metadata
 import io
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from _pretended_gpu import PretendedGpu
 from _ranks import TIMEOUT, error_of, run_ranks
 from _runs import run_example
 from conftest import REPOSITORY
@@ -750,6 +752,24 @@ def test_a_lost_peer_ends_a_backward_pass_of_ddp() -> None:
     message, _ = run_ranks(2, _in_ddp, timeout=2.0, process_group=False)
     assert "rank 0: " in message
     assert "with rank 1 failed" in message
+
+
+def _small_sum_on_a_gpu(ranks: Ranks) -> str:
+    importlib.metadata.version = lambda name: "2.10.0"
+    join(ranks)
+    with PretendedGpu():
+        tensor = torch.zeros(3, device="cuda")
+        refusal = error_of(dist.all_reduce, tensor)
+    assert error_of(dist.all_reduce, torch.zeros(3)) == "no error"
+    return refusal
+
+
+@pytest.mark.slow
+def test_a_torch_whose_ddp_would_sum_small_buckets_wrongly_on_a_gpu_is_refused() -> None:
+    assert run_ranks(1, _small_sum_on_a_gpu, process_group=False) == [
+        "UserInputError: torch must be at least 2.11 for CUDA tensors that DistributedDataParallel sums over gloo; "
+        "got 2.10.0"
+    ]
 
 
 # --- The example ------------------------------------------------------------------------------------------------------
