@@ -85,8 +85,8 @@ def ring_wire_bytes(rank: int, world_size: int, numel: int, element_size: int) -
 def check_ddp_on_gloo(device: str) -> None:
     """Refuse a torch whose DistributedDataParallel cannot sum tensors on this kind of ``device`` over gloo.
 
-    DistributedDataParallel waits for the future of a sum. Before torch 2.11 (its pull request 170812), gloo's future for
-    CUDA tensors let the gradients be used before the sums had been copied back to the GPU. ``wait`` of a sum was right.
+    DistributedDataParallel waits for the future of a sum. Before torch 2.11 (pytorch pull request 170812), the one of gloo
+    let gradients on a GPU be used before the sums had been copied back to it. ``wait`` of a sum was right.
 
     Raises:
         UserInputError: the device is "cuda", and torch is older than 2.11.
