@@ -17,7 +17,7 @@ STAMPS := $(subst $(empty) $(empty),\ ,$(VENV))
 BIN := "$(VENV)/bin"
 SOURCES := $(shell find pipesgd timing_model -type f -not -name '*.pyc')
 
-.PHONY: train test check test-integrations figures quotes docs experiments clean
+.PHONY: train test check test-integrations test-torch figures quotes docs experiments clean
 .NOTPARALLEL:
 
 train: $(STAMPS)/train.stamp $(STAMPS)/wheel.stamp
@@ -41,6 +41,18 @@ test-integrations: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning,transformers]" lightning torchft==0.2.0
 	$(BIN)/pytest $(WORKERS) tests/integrations
 
+# What leans most on torch, with another version of it (make test-torch TORCH=torch==2.14.1), in an environment of its own:
+# $(VENV) stays as it is.
+OTHER := .venv-$(subst ==,-,$(TORCH))
+test-torch:
+	$(if $(filter torch==%,$(TORCH)),,$(error TORCH must name one version: make test-torch TORCH=torch==2.14.1; got $(TORCH)))
+	$(MAKE) --no-print-directory "VENV=$(OTHER)" "$(OTHER)/test.stamp" "$(OTHER)/wheel.stamp"
+	@"$(OTHER)/bin/python" -c 'import sys, torch; print("torch", torch.__version__, flush=True); \
+		asked = sys.argv[1].removeprefix("torch=="); found = torch.__version__; \
+		sys.exit(None if asked in (found, found.split("+")[0]) else f"torch must be {asked} in $(OTHER); got {found}")' "$(TORCH)"
+	"$(OTHER)/bin/pytest" $(WORKERS) tests/test_backend.py tests/test_ddp.py tests/test_process_groups.py \
+		tests/pipeline tests/comm
+
 # Every figure, from the results that are there: nothing is measured.
 figures: $(STAMPS)/test.stamp
 	PYTHONPATH=. $(BIN)/python -m experiments.gallery
@@ -59,7 +71,7 @@ experiments: $(STAMPS)/test.stamp
 	PYTHONPATH=. $(BIN)/python -m experiments $(ARGUMENTS)
 
 clean:
-	rm -rf "$(VENV)" dist runs site
+	rm -rf "$(VENV)" .venv-torch-* dist runs site
 
 # ---- set-up ----
 

@@ -29,6 +29,7 @@ from pipesgd.codecs.base import OwnCodec, mixed
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.all_reduce import ScheduledAllReduce, no_op
+from pipesgd.comm.native import check_ddp_on_gloo
 from pipesgd.comm.own_all_reduce import agreed_schedule, all_reduce_name
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.thread import CommunicationThread
@@ -53,24 +54,34 @@ VARIABLES = ("codec", "all_reduce", "least_bytes", "segment_bytes")
 LEAST_BYTES = 8
 """Smallest ``least_bytes``, so that a single value is never a large sum: DDP's ``join`` gives the handle of such a sum
 to C++ code and drops it, and that code waits forever once the part of the handle in Python is gone."""
-HANDED_ON = (
-    "allgather",
-    "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce_coalesced",
-    "all_to_all_single",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "reduce_scatter",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "send",
-    "recv",
-)
-"""Methods of a process group that a Python class can replace (some in older versions of torch, some in newer ones), and
-that must be replaced: for a Python class, torch calls its own with the interpreter's lock held. They then wait for a
-lock of gloo's, whose threads take the interpreter's while they hold it, so that a program would hang now and then."""
+HANDED_ON = {
+    name: name
+    for name in (
+        "allgather",
+        "all_gather_single",
+        "all_gather_single_coalesced",
+        "allgather_into_tensor_coalesced",
+        "allreduce_coalesced",
+        "all_to_all_single",
+        "alltoall",
+        "alltoall_base",
+        "barrier",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+        "scatter",
+        "send",
+        "recv",
+    )
+} | {"recvAnysource": "recv_anysource", "start_coalescing": "_start_coalescing", "end_coalescing": "_end_coalescing"}
+"""Methods that a Python class of a process group can replace, in one version of torch or another, by the names that
+torch looks for in the class, and the names of the methods in torch. All must be replaced: for a Python class, torch
+calls its own with the interpreter's lock held. They then wait for a lock of gloo's, whose threads take the
+interpreter's while they hold it, so that a program would hang now and then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +187,16 @@ class PipesgdGroup(dist.ProcessGroup):
         return NAME
 
     def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
-        """Begin to sum tensors over the ranks, as ``torch.distributed.all_reduce`` asks for it."""
+        """Begin to sum tensors over the ranks, as ``torch.distributed.all_reduce`` asks for it.
+
+        Raises:
+            UserInputError: a sum of CUDA tensors is left to gloo, and torch is older than 2.11.
+        """
         match args:
             case ([tensor], dist.AllreduceOptions(reduceOp=operation)) if self._is_large(tensor, operation):
                 return self._sums_on(tensor.device.type).begin(tensor, mean=_is(operation, dist.ReduceOp.AVG))
+            case ([tensor], _):  # maybe a small bucket of DDP, whose calls look like any other's
+                check_ddp_on_gloo(tensor.device.type)
         return self._of_gloo.allreduce(*args, **kwargs)
 
     def shutdown(self) -> None:
@@ -213,9 +230,9 @@ def _by_gloo(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in HANDED_ON:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(PipesgdGroup, _name, _by_gloo(_name))
+for _name, _of_torch in HANDED_ON.items():
+    if hasattr(dist.ProcessGroup, _of_torch):
+        setattr(PipesgdGroup, _name, _by_gloo(_of_torch))
 
 
 class _LargeSums:

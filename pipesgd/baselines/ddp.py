@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.comm.connections import make_all_reduce
-from pipesgd.comm.native import ring_wire_bytes
+from pipesgd.comm.native import check_ddp_on_gloo, ring_wire_bytes
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import communication_group
 from pipesgd.config import DEFAULT_TIMEOUT
@@ -85,6 +85,10 @@ class Ddp(Strategy):
         self._timeout = timeout
         self._all_reduce = make_all_reduce("native", ranks, timeout=timeout)
         group = communication_group(ranks, timeout, backend=None)
+        device = self._update.parameters[0].device
+        backend = group if ranks.numbers else group._get_backend(device)
+        if backend.name() == "gloo":
+            check_ddp_on_gloo(device.type)
         self._element_size = {"fp16": 2, "bf16": 2}.get(hook)
         try:
             module = _Module(model, process_group=group)  # gives all ranks rank 0's values
@@ -96,7 +100,7 @@ class Ddp(Strategy):
         self.module: nn.Module = module
         self._ddp = module
         self._ready_order: list[int] | None = None  # None before the first iteration
-        self._thread = CommunicationThread(self._update.parameters[0].device)
+        self._thread = CommunicationThread(device)
         self._buckets.watch_by(self._thread)
 
     def step(self) -> StepReport:
@@ -231,7 +235,10 @@ class _Buckets:
         @functools.wraps(hook)
         def observed(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             index, buffer = bucket.index(), bucket.buffer()
-            result: torch.futures.Future[Tensor] = torch.futures.Future()
+            # With its device, the future has torch's streams wait for the hook's; without one, for nothing on a GPU.
+            result: torch.futures.Future[Tensor] = torch.futures.Future(
+                devices=[buffer.device] if buffer.is_cuda else None
+            )
             if self._staying:
                 result.set_result(buffer)
                 return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipesgd.checks import check_version
 from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.ranks import lost
 from timing_model.schedules import ring, split
@@ -77,3 +79,17 @@ def ring_wire_bytes(rank: int, world_size: int, numel: int, element_size: int) -
     chunks = split(numel, world_size)
     sizes = [(stop - start) * element_size for start, stop in chunks]
     return sum(sizes[send.chunk] for send in ring(rank, world_size).sends)
+
+
+@functools.cache
+def check_ddp_on_gloo(device: str) -> None:
+    """Refuse a torch whose DistributedDataParallel cannot sum tensors on this kind of ``device`` over gloo.
+
+    DistributedDataParallel waits for the future of a sum. Before torch 2.11 (pytorch pull request 170812), that of gloo
+    let gradients on a GPU be used before the sums had been copied back to it. ``wait`` of a sum was right.
+
+    Raises:
+        UserInputError: the device is "cuda", and torch is older than 2.11.
+    """
+    if device == "cuda":
+        check_version("torch", "2.11", "CUDA tensors that DistributedDataParallel sums over gloo")

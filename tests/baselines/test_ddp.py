@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from _fashion_mnist import fashion_mnist_batches, momentum_sgd, paper_mlp
+from _pretended_gpu import PretendedGpu
 from _ranks import error_of, run_ranks
 from _reference import pipe_sgd
 from _small_problem import assert_same_weights, classify
@@ -342,3 +344,39 @@ def test_a_hook_that_torch_refuses_is_reported_as_such() -> None:
     ranks = Ranks(rank=0, world_size=1, store=torch.distributed.HashStore())
     with pytest.raises(UserInputError, match=r"^ddp-hook must be one that torch accepts here; got bf16: .*NCCL"):
         Ddp(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, hook="bf16")
+
+
+def _on_a_gpu_with(ranks: Ranks, version: str) -> str:
+    importlib.metadata.version = lambda name: version
+    with PretendedGpu():
+        model = nn.ParameterList([torch.zeros(2, device="cuda")])
+        return error_of(Ddp, model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks)
+
+
+def test_a_torch_that_sums_cuda_tensors_wrongly_over_gloo_is_refused() -> None:
+    [old], [new] = (run_ranks(1, _on_a_gpu_with, version) for version in ("2.10.0+cu128", "2.11.0"))
+    assert old == (
+        "UserInputError: torch must be at least 2.11 for CUDA tensors that DistributedDataParallel sums over gloo; "
+        "got 2.10.0+cu128"
+    )
+    assert "UserInputError" not in new  # torch's own errors about a GPU that is none
+
+
+def test_torch_learns_on_which_device_the_sum_of_a_bucket_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, the optimizer could read gradients on a GPU that a stream of nccl or gloo had yet to write."""
+    named: list[Any] = []
+
+    class Future:
+        def __init__(self, *, devices: Any = None):
+            named.append(devices)
+
+        def then(self, call: Any) -> None: ...
+
+    monkeypatch.setattr(torch.futures, "Future", Future)
+    for device in ("cpu", "cuda"):
+        buckets = _Buckets(alone(), 60.0, lambda bucket: 5)
+        observed: Any = buckets.around(lambda state, bucket: Future(devices="the hook's"))  # type: ignore[arg-type, return-value]
+        with PretendedGpu():
+            buffer = torch.zeros(2, device=device)
+        observed(None, SimpleNamespace(index=lambda: 0, buffer=lambda buffer=buffer: buffer))
+    assert named == [None, "the hook's", [torch.device("cuda", 0)], "the hook's"]

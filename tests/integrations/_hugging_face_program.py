@@ -400,6 +400,46 @@ def cut_short() -> dict[str, Any]:
     return found
 
 
+# ---- The backend "pipesgd"
+
+
+def backend() -> dict[str, Any]:
+    """Train on a group of this backend that was made before; then ask for the backend by its name."""
+    from accelerate import InitProcessGroupKwargs
+    from accelerate.state import AcceleratorState
+    from transformers import HfArgumentParser, TrainingArguments
+
+    from pipesgd.backend import BackendOptions
+
+    dist.init_process_group("pipesgd", pg_options=BackendOptions(codec="int8", least_bytes=1024))
+    group: Any = dist.group.WORLD
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    accelerator = make_accelerator()
+    ddp_model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        accelerator.backward((ddp_model(inputs) - targets).square().mean())
+        optimizer.step()
+    sums = [group._sums[DEVICE.type]._number]
+    trainer = make_trainer(FOLDER / "trainer")
+    trainer.train()
+    sums.append(group._sums[DEVICE.type]._number)
+    refused = []
+    for ask in (
+        lambda: make_accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="pipesgd")]),
+        lambda: TrainingArguments(str(FOLDER), use_cpu=True, ddp_backend="pipesgd").device,
+        lambda: HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--ddp_backend", "pipesgd"]),
+    ):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        try:
+            ask()
+        except (ValueError, SystemExit) as error:
+            refused.append(str(error))
+    weights = [weights_sha256(model), weights_sha256(trainer.model)]
+    return {"backend": dist.get_backend(), "weights": weights, "sums": sums, "refused": refused}
+
+
 def main() -> None:
     found = globals()[SCENARIO.removesuffix(" local steps")]()
     torch.save(copy.deepcopy(found), FOLDER / f"rank-{dist.get_rank()}.pt")

@@ -106,6 +106,18 @@ def test_a_trainer_trains_again_also_after_it_was_interrupted(tmp_path: Path) ->
         assert found["steps"] == 12
 
 
+def test_a_group_of_the_backend_that_is_made_before_compresses_in_both(tmp_path: Path) -> None:
+    """The names for a backend are lists of Accelerate's and the Trainer's own; a page says so until this fails."""
+    answers = run("backend", tmp_path)
+    for found in answers:
+        assert found["backend"] == "pipesgd"
+        assert found["weights"] == answers[0]["weights"], "replicas"
+        assert found["sums"][0] == 12  # one bucket in each iteration, of 192 samples in batches of 8 on two ranks
+        assert found["sums"][1] >= 24
+        not_available = "Your assigned backend pipesgd is not available, please use gloo"
+        assert found["refused"] == [not_available, not_available, "2"], "the exit code of argparse"
+
+
 def test_the_example_of_accelerate_learns(tmp_path: Path) -> None:
     output = run_program(EXAMPLES / "accelerate_loop.py", tmp_path)
     assert float(output.split()[-1]) > 0.85
