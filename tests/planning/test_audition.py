@@ -18,6 +18,7 @@ from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
 from pipesgd.planning.audition import (
     AGAIN_AFTER,
+    LATE_TIE,
     LEAST_PASSES,
     LEAST_TURN,
     LONGEST,
@@ -111,9 +112,16 @@ def test_a_clear_lead_ends_it_after_one_pass_and_a_hopeless_one_is_out() -> None
 
 
 def test_the_simplest_of_those_that_are_about_equally_fast_stays() -> None:
-    for excess, width in ((0.9 * TIE, 1), (1.1 * TIE, 2)):
+    for excess, width in ((0.9 * TIE, 2), (1.1 * TIE, 3)):
+        over = decide(audition(0.24, 0.12, 0.12), {1: 0.24, 2: 0.12 * (1 + excess), 3: 0.12})
+        assert over.chosen[0]["width"] == width
+
+
+def test_late_gradients_must_gain_more_than_five_percent() -> None:
+    for excess, width in ((0.9 * LATE_TIE, 1), (1.1 * LATE_TIE, 2)):
         over = decide(audition(0.12, 0.12), {1: 0.12 * (1 + excess), 2: 0.12})
         assert over.chosen[0]["width"] == width
+        assert over.chosen[1] == over.paces[width - 1], "what is recorded is the time that was measured"
 
 
 def test_a_gain_that_is_within_the_noise_is_none() -> None:
