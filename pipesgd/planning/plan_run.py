@@ -20,7 +20,7 @@ from pipesgd.pipeline_config import cut_of
 from pipesgd.planning.audition import Audition, Pace
 from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks
-from pipesgd.run.console import say
+from pipesgd.run.console import say, say_sentences
 from timing_model.buckets import WHOLE
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def plan_run(
 
     agreed = ranks.all_gather_object("plan", ranks.raise_together("planning", decide_on_rank_0))[0]
     planned = Planned.from_json(agreed)
-    say(console, *planned.lines())
+    say_sentences(console, *planned.lines())
     return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned, found
 
 

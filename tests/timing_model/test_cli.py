@@ -98,7 +98,7 @@ def test_what_a_job_costs(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, f"plan {words}")
     assert "An epoch will take 59.1 s, at a price of 0.0789.\nThe whole job will take " in out
     assert "--accumulation 2\n" in out
-    assert json.loads(said(capsys, f"plan {words} --json"))["predicted"]["job_cost"] == pytest.approx(0.78, rel=0.01)
+    assert json.loads(said(capsys, f"plan {words} --json"))["predicted"]["job_cost"] == pytest.approx(0.789, rel=0.01)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ps-sync"])
@@ -119,6 +119,21 @@ def test_plan(capsys: pytest.CaptureFixture[str], cluster: Path) -> None:
         said(capsys, f"plan {HAND} --accuracy-cost width=900% truncate16=9 --codecs fp32 truncate16 --json")
     )
     assert (weighed["best"]["width"], weighed["best"]["codec"]) == (1, "fp32")
+
+
+def test_sentences_are_broken_between_words_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = said(capsys, f"plan {HAND}")
+    assert max(len(line) for line in whole.splitlines() if "  " not in line.strip()) > 150
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    broken = said(capsys, f"plan {HAND}")
+    assert max(len(line) for line in broken.splitlines() if "  " not in line.strip()) <= 70
+    assert broken.split() == whole.split()
+    rows = [line for line in whole.splitlines() if "  " in line.strip()]
+    assert [line for line in broken.splitlines() if "  " in line.strip()] == rows, "a table stays a table"
+    assert json.loads(said(capsys, f"plan {HAND} --json"))
 
 
 def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
