@@ -93,7 +93,7 @@ def test_plans_of_pages_and_notebooks_are_found() -> None:
 
 
 def test_every_configuration_of_a_plan_passes_a_dry_run(answers: dict[str, dict[str, Any]]) -> None:
-    """Of all their options, each by itself: those of the rows, and those that sentences advise."""
+    """Options of the rows are run, and those that sentences advise, each by itself."""
     every: set[str] = set()
     for words, answer in answers.items():
         rows = {one["options"] for one in choices_of(answer)}
