@@ -396,7 +396,7 @@ class Job:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
         if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.members > 1 or self.limited:
             return None
-        if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE or self.parts:
+        if self.accumulation > 1 or self.local_steps > 1 or self.parts:
             return None
         own = configuration(self)
         return next((one for one in self.compute.measured if configuration(one) == own), None)

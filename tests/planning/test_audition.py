@@ -36,6 +36,7 @@ from pipesgd.planning.audition import (
 from pipesgd.planning.plan_run import measured_iterations, remember
 from pipesgd.planning.planned import Planned
 from timing_model.cluster_profile import Profile
+from timing_model.job import Job
 
 
 def choices(width: int, codec: str = "int8") -> dict[str, Any]:
@@ -302,10 +303,30 @@ def test_an_audition_that_began_before_there_were_buckets_and_fragments_is_conti
     assert [one.width for one in measured_iterations(over.candidates, over.paces, TrainConfig(), 2)] == [1, 2]
 
 
-def test_only_what_was_measured_without_buckets_is_remembered() -> None:
-    pace = Pace(1.0, 0.1, 1.0, 9)
+def test_what_was_measured_in_buckets_is_remembered_as_that(tmp_path: Path) -> None:
+    profile, path = cluster(), tmp_path / "cluster.toml"
     candidates = [ONE | {"buckets": buckets} for buckets in ("1", "01", "2", "1MiB")]
-    assert len(measured_iterations(candidates, [pace] * 4, TrainConfig(), 2)) == 2
+    paces = [Pace(float(number), 1.0, 0.1, 9) for number in range(1, 5)]
+    measured = measured_iterations(candidates, paces, TrainConfig(), 4)
+    [compute] = profile.compute
+    profile.with_measured(compute.model, compute.batch_size, measured).save(path)
+    found = Profile.load(path)
+    assert [(one.buckets, one.iteration.value) for one in found.compute[0].measured] == [
+        ("1", 2.0),
+        ("2", 3.0),
+        ("1MiB", 4.0),
+    ], "01 is 1"
+    job = Job(cluster=found, compute=found.compute[0], world_size=4, codec="int8")
+    times = {buckets: dataclasses.replace(job, buckets=buckets).measured for buckets in ("1", "2", "4", "1024KiB")}
+    assert {buckets: one and one.iteration.value for buckets, one in times.items()} == {
+        "1": 2.0,
+        "2": 3.0,
+        "4": None,
+        "1024KiB": 4.0,
+    }
+    path.write_text(path.read_text().replace('buckets = "2"', 'buckets = "two"'))
+    with pytest.raises(ValueError, match=r"buckets must be a number of buckets, or the largest size of one; got 'two'"):
+        Profile.load(path)
 
 
 @pytest.mark.parametrize(
