@@ -129,6 +129,8 @@ SETTINGS = {
 QUICK = Setting(nodes=2, rate="200mbit", accelerator="20ms", hidden=332, iterations=200)
 """A setting with short iterations, in a run that has too few of them for an audition and chooses a width alone."""
 AUTO, QUICK_AUTO = "--width auto --codec auto --all-reduce auto", "--width auto --codec int4 --all-reduce ring"
+WHOLE = "--buckets 1"
+"""Option with which a run compares none of its choices in buckets, which are not in ``SPACE``."""
 SPACE = tuple(
     f"--width {width} --codec {codec} --all-reduce {all_reduce}"
     for width, all_reduce, codec in itertools.product(WIDTHS, ("ring", "native"), AUTO_CODECS)
@@ -244,7 +246,8 @@ def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[
         RunError: it failed, or did not decide in time.
     """
     output, log = folder / "run", folder / "log"
-    words = f"{setting.words} {QUICK_AUTO if quick else AUTO} --iterations {setting.iterations} --output {output}"
+    words = f"{setting.words} {QUICK_AUTO if quick else AUTO} {WHOLE} --iterations {setting.iterations}"
+    words += f" --output {output}"
     observed = QUICK_OBSERVED if quick else OBSERVED
     begin, began_after = time.perf_counter(), None
     with setting.testbed() as testbed, log.open("wb") as file:

@@ -195,7 +195,7 @@ class PipelineConfig:
     bound on the speed of the others)."""
     width: int = option(2, read_by=PIPELINED)
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous; auto chooses from
-    1 to 3 (see --cluster)."""
+    1 to 3 (see --cluster), and --buckets for width 1 unless they are given."""
     warmup_iterations: int = option(0, read_by=PIPELINED)
     """Iterations at the start of the run that use width 1; refused with --width 1, unless there are --local-steps."""
     prediction: str = option("eager", choices=PREDICTIONS, read_by=PIPELINED)

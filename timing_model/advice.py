@@ -3,59 +3,55 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from timing_model.buckets import WHOLE
 from timing_model.choices import TIE, Choice
+from timing_model.configurations import describe, training_arguments
 from timing_model.costs import HIDDEN, workers_that_hide
 from timing_model.iteration import IterationTime
 from timing_model.job import Job
 from timing_model.measured import UNCOMPRESSED
 from timing_model.plan import Plan
-from timing_model.schedules import SEGMENT_BYTES
-from timing_model.units import format_bytes, format_bytes_up, format_seconds
+from timing_model.units import format_bytes_up, format_seconds
 
 NOTHING = 0.0005
 """Share that people would read as 0.0 %."""
+HARDLY = 0.005
+"""Difference of a ratio from 1 that two decimals hide."""
 MANY = 100
 """Speedup from which on decimals say nothing."""
-
-
-def describe(job: Job) -> str:
-    """Describe a configuration in a few words.
-
-    "pipelined, width 2, int8, ring, segments of 256 KiB, 4 islands of 8 by fsdp2"
-    """
-    if job.strategy == "ps-sync":
-        return "ps-sync"
-    if job.mesh.is_one_island:
-        return f"1 island of {job.members} by {job.split}"
-    codec = "no codec" if job.codec == UNCOMPRESSED else job.codec
-    if job.strategy == "ddp":
-        return f"ddp, {codec}"
-    name = "synchronous" if job.width == 1 else f"pipelined, width {job.width}"
-    name += f", {job.local_steps} local steps" if job.local_steps > 1 else ""
-    segment = "" if job.segment_bytes == SEGMENT_BYTES else f", segments of {job.segment_bytes >> 10} KiB"
-    buckets = "" if job.cut == WHOLE else f", buckets {job.buckets}"
-    islands = "" if job.members == 1 else f", {job.mesh.islands} islands of {job.members} by {job.split}"
-    parts = f", {format_bytes(sum(one.nbytes for one in job.parts))} gathered" if job.parts else ""
-    return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}{islands}{parts}"
 
 
 def reason(choice: Choice) -> str:
     """Return, in words, what the configuration waits for."""
     iteration = choice.iteration
     if iteration.exposed <= HIDDEN * iteration.total:
-        return "computation hides all of the communication"
-    waits = {"the network": iteration.wire, "the codec": iteration.codec, "the slowest rank": iteration.jitter}
-    waits |= {"its batch": iteration.loading, "its island": iteration.inside}
-    worst = max(waits, key=lambda name: waits[name])
-    return f"waits {format_seconds(waits[worst])} for {worst}"
+        return "computation hides all"
+    parts = {"network": iteration.wire, "codec": iteration.codec, "slowest rank": iteration.jitter}
+    parts |= {"batch": iteration.loading, "island": iteration.inside}
+    worst = max(parts, key=lambda name: parts[name])
+    return f"waits {format_seconds(parts[worst])}: {worst}"
 
 
-def advice(plan: Plan) -> list[str]:
-    """Return sentences on what a person should know about a plan."""
-    sentences = (_pipelining(plan), _wider(plan), _codec(plan), _servers(plan), *_islands(plan), _loading(plan))
+def advice(plan: Plan, others: Sequence[str] = ()) -> list[str]:
+    """Return sentences on what a person should know about a plan, above ``others``, as ``alternatives`` has them.
+
+    The first one is about DDP. It says that this method will not help only if nothing that follows does.
+    """
+    loading = _loading(plan)
+    helpless = not (loading or others or waits(plan.best.iteration)) and _is_no_faster_than_ddp(plan)
+    first, late = _next_to_ddp(plan, helpless=helpless), _pipelining(plan, helpless=helpless)
+    sentences = (first, *late, _wider(plan), _codec(plan), _servers(plan), *_islands(plan), loading)
     return [one for one in sentences if one]
+
+
+def waits(iteration: IterationTime) -> bool:
+    """Return True if the computation waits for communication."""
+    return iteration.wire + iteration.codec > HIDDEN * iteration.total
+
+
+def _is_no_faster_than_ddp(plan: Plan) -> bool:
+    return plan.best.job.width == 1 and plan.ddp is not None and plan.ddp.score <= plan.best.score * (1 + TIE)
 
 
 def loading_advice(job: Job, iteration: IterationTime) -> str | None:
@@ -76,55 +72,86 @@ def ratio(one: Choice, other: Choice) -> float:
     return 1.0 if one.score == 0 else math.inf
 
 
-def training_arguments(job: Job) -> str:
-    """Return the options of ``pipesgd.train`` that run a configuration; with islands, the arguments of a loop."""
-    if job.members > 1:
-        return _loop_arguments(job)
-    accumulation = f" --accumulation {job.micro_batches}" if job.micro_batches > 1 else ""
-    limit = "" if job.rate_limit is None else f" --rate-limit {8e-6 * job.rate_limit:g}mbit"
-    return _strategy_arguments(job) + accumulation + limit
-
-
-def _loop_arguments(job: Job) -> str:
-    if job.mesh.is_one_island:
-        return f"{job.split} over all ranks, by torch alone"
-    words = f'width={job.width}, codec="{job.codec}", all_reduce="{job.all_reduce}"'
-    words += "" if job.segment_bytes == SEGMENT_BYTES else f", segment_bytes={job.segment_bytes}"
-    words += "" if job.cut == WHOLE else f', buckets="{job.buckets}"'
-    batches = f" and {job.micro_batches} micro-batches" if job.micro_batches > 1 else ""
-    return f"Pipelined(..., {words}, mesh=mesh) with a mesh of ({job.mesh.islands}, {job.members}){batches}"
-
-
-def _strategy_arguments(job: Job) -> str:
-    if job.strategy == "ddp":
-        return "--strategy ddp" + ("" if job.codec == UNCOMPRESSED else f" --ddp-hook {job.codec}")
-    if job.strategy == "ps-sync":
-        return f"--strategy ps-sync --servers {job.servers}"
-    steps = f" --local-steps {job.local_steps}" if job.local_steps > 1 else ""
-    words = f"--width {job.width}{steps} --codec {job.codec} --all-reduce {job.all_reduce}"
-    words += "" if job.segment_bytes == SEGMENT_BYTES else f" --segment-bytes {job.segment_bytes}"
-    return words + ("" if job.cut == WHOLE else f" --buckets {job.buckets}")
-
-
-def _pipelining(plan: Plan) -> str | None:
-    best, synchronous = plan.best, plan.synchronous
-    if best.job.width > 1:
-        if synchronous is None:
-            return None
-        times = f"{ratio(synchronous, best):.2f} times as fast as the best"
-        coarser = next(one for one in plan.ranking if one.job.width == 1)
-        if coarser.score >= synchronous.score:
-            return f"The pipeline is {times} synchronous configuration ({describe(synchronous.job)})."
+def _next_to_ddp(plan: Plan, *, helpless: bool) -> str:
+    """Return a sentence on what the choice gains over the DDP that people have; ``helpless`` if nothing does."""
+    best, ddp, late = plan.best, plan.ddp, plan.late
+    if best.job.world_size == 1:
+        return "One rank exchanges nothing, so nothing gains over DDP: ask with the number of ranks that you want."
+    if ddp is None:
+        return f"No comparison with DDP: {_no_ddp(plan)}."
+    if best.job == ddp.job or (helpless and late is not None):
+        gain = "" if late is None else f"a pipeline ({describe(late.job)}) {_gain(best, late)}"
+        if helpless and gain:
+            ddps = format_seconds(ddp.iteration.total)
+            return f"This method will not help you here: {gain}, and DDP takes {ddps} an iteration."
+        return "DDP itself is the best choice of those searched" + (f": {gain}." if gain else ".")
+    ours, theirs = format_seconds(best.iteration.total), format_seconds(ddp.iteration.total)
+    times = _times(ddp, best)
+    if abs(times - 1) < HARDLY:
+        return f"As fast as DDP: {ours} an iteration."
+    if times < 1:
         return (
-            f"The pipeline is {ratio(coarser, best):.2f} times as fast as the best synchronous configuration "
-            f"({describe(coarser.job)}), and {times} with a codec that torch's DDP has ({describe(synchronous.job)})."
+            f"Slower than DDP, which is {_shown(1 / times)} times as fast as the best of those searched: {theirs} an "
+            f"iteration in place of {ours}."
         )
-    pipelined = next((one for one in plan.ranking if one.job.width > 1), None)
-    if pipelined is None:
-        return None
-    gain = ratio(best, pipelined) - 1
-    said = f"would gain {gain:.1%}, which is a tie" if gain >= 0 else f"takes {1 / (1 + gain) - 1:.1%} longer"
-    return f"This method will not help you here: a pipeline ({describe(pipelined.job)}) {said}."
+    hook = next((one for one in plan.ranking if (one.job.strategy, one.job.codec) == ("ddp", "fp16")), None)
+    than_hook = "" if hook is None or hook is best else f", {_shown(_times(hook, best))} times as with its fp16 hook"
+    return f"{_shown(times)} times as fast as DDP{than_hook}: {ours} an iteration in place of {theirs}."
+
+
+def _no_ddp(plan: Plan) -> str:
+    """Return why the plan has no time of DDP."""
+    job = plan.best.job
+    if job.cluster.placed:
+        return "its time on links of a file is not known"
+    if job.rate_limit is not None:
+        return "it has no rate limit"
+    if job.memory is not None:
+        return "a rank has not enough memory for it"
+    return "its time on this cluster is not known"
+
+
+def _pipelining(plan: Plan, *, helpless: bool) -> list[str]:
+    """Return sentences on what late gradients gain, and what it costs to have none."""
+    best, synchronous, late = plan.best, plan.synchronous, plan.late
+    if late is None or synchronous is None or best.job.world_size == 1:
+        return []
+    if best.job.width > 1:
+        return [
+            f"The pipeline is {_shown(ratio(synchronous, best))} times as fast as the best synchronous configuration "
+            f"({describe(synchronous.job)}).",
+            f"With no gradient late: {_slower(synchronous, best)}: {training_arguments(synchronous.job)}",
+        ]
+    if best.score > late.score * (1 + HARDLY):
+        return [f"With no gradient late: {_slower(best, late)}, next to the fastest pipeline ({describe(late.job)})."]
+    said_before = helpless or (plan.ddp is not None and best.job == plan.ddp.job)
+    return [] if said_before else [f"A pipeline ({describe(late.job)}) {_gain(best, late)}."]
+
+
+def _slower(one: Choice, other: Choice) -> str:
+    """Return the time of ``one``, and how much longer that is than the time of ``other``.
+
+    "311 ms (+4 %)"
+    """
+    more = _times(one, other)
+    share = f"{more - 1:+.0%}".replace("%", " %") if more < 2 else f"{more:.1f} times as long"
+    return f"{format_seconds(one.iteration.total)} ({share})"
+
+
+def _gain(best: Choice, late: Choice) -> str:
+    gain = ratio(best, late) - 1
+    return f"would gain {gain:.1%}, which is a tie" if gain >= 0 else f"takes {1 / (1 + gain) - 1:.1%} longer"
+
+
+def _times(one: Choice, other: Choice) -> float:
+    """Return how many times as long an iteration of ``one`` takes as one of ``other``."""
+    if other.iteration.total > 0:
+        return one.iteration.total / other.iteration.total
+    return 1.0 if one.iteration.total == 0 else math.inf
+
+
+def _shown(times: float) -> str:
+    return f"{times:,.0f}" if times >= MANY else f"{times:.2f}"
 
 
 def _wider(plan: Plan) -> str | None:
@@ -145,7 +172,8 @@ def _codec(plan: Plan) -> str | None:
         return None
     if best.job.codec != UNCOMPRESSED:
         more = ratio(uncompressed, best)
-        longer = "is a tie, and less simple" if more <= 1 + TIE else f"takes {more - 1:.1%} longer"
+        simpler = "but its gradients are late" if uncompressed.job.width > best.job.width else "and less simple"
+        longer = f"is a tie, {simpler}" if more <= 1 + TIE else f"takes {more - 1:.1%} longer"
         longer = f"takes {more:.1f} times as long" if more >= 2 else longer
         without = f"the best without a codec ({describe(uncompressed.job)}) {longer}"
         return f"Use {best.job.codec}: {without}. It is lossy, which timing-model plan --accuracy-cost can weigh."
@@ -166,8 +194,7 @@ def _servers(plan: Plan) -> str | None:
     servers = next((one for one in plan.ranking if one.job.strategy == "ps-sync"), None)
     if servers is None or servers is plan.best or servers in plan.tied:
         return None
-    times, number = ratio(servers, plan.best), servers.job.servers
-    shown = f"{times:,.0f}" if times >= MANY else f"{times:.2f}"
+    shown, number = _shown(ratio(servers, plan.best)), servers.job.servers
     against = "one parameter server" if number == 1 else f"{number} parameter servers"
     return f"Against {against} for {servers.job.workers} workers, it is {shown} times as fast."
 

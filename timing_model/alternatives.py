@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from timing_model.advice import training_arguments
+from timing_model.advice import waits
+from timing_model.buckets import WHOLE
 from timing_model.choices import Choice, Space, all_codecs
-from timing_model.costs import HIDDEN, costs_of, iteration_time, times_of
+from timing_model.configurations import training_arguments
+from timing_model.costs import costs_of, iteration_time, times_of
 from timing_model.fragments import MOST_LOCAL_STEPS, hiding_windows, in_windows
-from timing_model.iteration import IterationTime
 from timing_model.job import LARGEST_WORLD, Job
 from timing_model.measured import UNCOMPRESSED
 from timing_model.memory import fits
@@ -220,8 +221,14 @@ def last_worth(rows: list[Epoch]) -> int | None:
     return found
 
 
+def _pipelined(found: Plan) -> Choice | None:
+    """Return the best pipeline, one without buckets if there is any: those gain nothing at the widths that follow."""
+    pipelined = [one for one in found.ranking if one.job.strategy == "pipelined"]
+    return next((one for one in pipelined if one.job.cut == WHOLE), pipelined[0] if pipelined else None)
+
+
 def _accumulation(found: Plan, space: Space) -> str | None:
-    choice = next((one for one in found.ranking if one.job.strategy == "pipelined"), None)
+    choice = _pipelined(found)
     if choice is None or max(space.widths) == 1:
         return None
     width = max(min(one for one in space.widths if one > 1), choice.job.width)
@@ -252,19 +259,14 @@ def _accumulation(found: Plan, space: Space) -> str | None:
     )
 
 
-def _waits(iteration: IterationTime) -> bool:
-    """Return True if the computation waits for communication."""
-    return iteration.wire + iteration.codec > HIDDEN * iteration.total
-
-
 def _exposed_pipeline(found: Plan, space: Space) -> Choice | None:
     """Return the fastest pipeline of a plan whose ranks wait for communication; at width 2, if it is synchronous."""
-    choice = next((one for one in found.ranking if one.job.strategy == "pipelined"), None)
-    if choice is None or max(space.widths) == 1 or not _waits(found.best.iteration):
+    choice = _pipelined(found)
+    if choice is None or max(space.widths) == 1 or not waits(found.best.iteration):
         return None
     job = dataclasses.replace(choice.job, width=max(2, choice.job.width))
-    waits = fits(job) and _waits(iteration_time(job, costs_of(job))[0])
-    return dataclasses.replace(choice, job=job) if waits else None
+    exposed = fits(job) and waits(iteration_time(job, costs_of(job))[0])
+    return dataclasses.replace(choice, job=job) if exposed else None
 
 
 def _coarser(choice: Choice, space: Space) -> Job | None:
@@ -286,7 +288,7 @@ def _coarser_codec(found: Plan, space: Space) -> str | None:
     gain = found.best.iteration.total / iteration.total
     if gain < 1 + WORTH:
         return None
-    hides = "" if _waits(iteration) else ", and hide the communication"
+    hides = "" if waits(iteration) else ", and hide the communication"
     return (
         f"A coarser codec, {training_arguments(job)}, would be {gain:.1f} times as fast{hides}; the price was "
         f"{COARSER_COST:.1f} points of accuracy on average, measured at width 1 (experiments/LOG.md)."
@@ -301,7 +303,7 @@ def _local_steps(found: Plan, space: Space) -> str | None:
     if choice.job.compute.accumulation > 1:
         return None  # local steps refuse it, and the time of one of its micro-batches was not measured
     coarser = _coarser(choice, space)
-    if coarser is not None and not _waits(iteration_time(coarser, costs_of(coarser))[0]):
+    if coarser is not None and not waits(iteration_time(coarser, costs_of(coarser))[0]):
         return None
     hiding = _hiding_windows(choice)
     if not hiding:

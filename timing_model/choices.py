@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from timing_model.all_reduce import CollectiveTime
+from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_count, check_one_of
 from timing_model.cluster_profile import Profile
 from timing_model.iteration import IterationTime
@@ -18,7 +19,11 @@ from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 TIE = 0.03
 """Relative distance from the fastest configuration within which others count as equally fast: the simplest of them is
 chosen. So a width, or a codec, is recommended only where it gains more."""
+LATE_TIE = 0.05
+"""Relative distance from the fastest configuration within which one without late gradients is chosen."""
 WIDTHS = (1, 2, 3)
+BUCKETS = ("1", "4", "16")
+"""Buckets that are searched: numbers of them."""
 ACCURATE = (UNCOMPRESSED, "bf16", "fp16", "int8", "int4")
 """Codecs that were found to cost next to no accuracy. Others are searched only if asked for."""
 ALL = "all"
@@ -42,7 +47,8 @@ class Space:
     segments: tuple[int, ...] = SEGMENTS
     """Sizes of the largest message that are searched, in bytes."""
     buckets: tuple[str, ...] = ("1",)
-    """Buckets that are searched for pipelines: numbers of them, or largest sizes."""
+    """Buckets that are searched for pipelines: numbers of them, or largest sizes. At widths above 1, where they gain
+    nothing, they are only searched if the whole gradient is not."""
     members: tuple[int, ...] = (1,)
     """Members of an island that are searched for pipelines; 1 means no islands."""
 
@@ -61,7 +67,8 @@ class Space:
     @classmethod
     def of(cls, base: Job) -> Space:
         """Return the default space of a job: the all-reduces that were measured, or all of them on a cluster that is
-        typed in; in the same way, the codecs that are ``ACCURATE``; and all islands, if a model is to be split."""
+        typed in; in the same way, the codecs that are ``ACCURATE``; as many of ``BUCKETS`` as there are tensors for;
+        and all islands, if a model is to be split."""
         ranges, codecs = base.cluster.calibrated, all_codecs(base.cluster)
         most = max(LARGEST_ALL_TO_ALL, *ranges.world_sizes, 0)
         return cls(
@@ -71,8 +78,15 @@ class Space:
                 for one in (ranges.all_reduces if ranges.world_sizes else ALL_REDUCES)
                 if one != "all-to-all" or base.world_size <= most
             ),
+            buckets=tuple(one for one in BUCKETS if int(one) <= max(1, len(base.whole))),
             members=base.mesh.choices,
         )
+
+    def widths_of(self, cut: Cut) -> tuple[int, ...]:
+        """Return the widths that are searched with gradients that leave in these buckets."""
+        if cut == WHOLE or all(Cut.parse(one) != WHOLE for one in self.buckets):
+            return self.widths
+        return tuple(width for width in self.widths if width == 1)
 
 
 def all_codecs(cluster: Profile) -> tuple[str, ...]:
@@ -93,14 +107,15 @@ class Choice:
 
 
 def simplicity(job: Job) -> tuple[float, ...]:
-    """Return a sort key, the simplest first: smaller islands, then less staleness and less loss, then fewer differences
-    from the defaults.
+    """Return a sort key, the simplest first: no late gradients, then smaller islands, then less staleness and less
+    loss, then fewer differences from the defaults.
 
     Half the bits count as half a width more. Of codecs with equal bits the first of ``presets.CODECS`` is the simplest.
     """
     codecs = [UNCOMPRESSED, *CODECS]
     bits = 32.0 if job.codec_profile is None else job.codec_profile.bits
     return (
+        job.width > 1,
         job.members,
         round(job.width - 1 + math.log2(32 / bits) / 2, 1),
         -bits,

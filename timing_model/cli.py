@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from timing_model import __version__
-from timing_model.advice import advice, describe, reason, training_arguments
+from timing_model.advice import advice, reason
 from timing_model.alternatives import alternatives
 from timing_model.arguments import Parser, whole
 from timing_model.checks import check_one_of
 from timing_model.choices import (
     ACCURATE,
     ALL,
+    BUCKETS,
     LARGEST_ALL_TO_ALL,
     SEGMENTS,
     WIDTHS,
@@ -27,6 +29,7 @@ from timing_model.choices import (
     Space,
     all_codecs,
 )
+from timing_model.configurations import describe, in_program, training_arguments
 from timing_model.costs import costs_of, iteration_time
 from timing_model.job import STRATEGIES
 from timing_model.memory import rank_memory
@@ -34,7 +37,7 @@ from timing_model.options import add_configuration, add_job, add_nodes, base_of,
 from timing_model.plan import plan
 from timing_model.plots import check_plot, plot_parts, save_plot
 from timing_model.predict import Answer, predict
-from timing_model.report import answer_text, job_line, plan_text
+from timing_model.report import answer_text, folded, job_line, plan_text
 from timing_model.simulate_job import plot_simulated_job, simulate_job
 
 if TYPE_CHECKING:
@@ -67,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         option = field.replace("_", "-") if re.fullmatch("[a-z_]+", field) else field  # or a field of a file
         print(f"error: {option} {rest}", file=sys.stderr)
         return 2
+    if sys.stdout.isatty() and not text.startswith("{"):
+        text = folded(text, shutil.get_terminal_size().columns)
     try:
         print(text, flush=True)
     except BrokenPipeError:  # as after `| head`
@@ -159,7 +164,7 @@ def _add_plan(options: Parser) -> None:
         "--buckets",
         nargs="+",
         metavar="N|SIZE",
-        help="buckets to search, in which the gradients of a pipeline leave during the backward pass (1)",
+        help=f"buckets to search, in which gradients leave during the backward pass at width 1 ({' '.join(BUCKETS)})",
     )
     searched.add_argument(
         "--members",
@@ -209,9 +214,10 @@ def _plan(given: Namespace) -> str:
     values = {
         "predicted": answer.as_json(),
         "best": _choice(found.best),
+        "ddp": found.ddp and _choice(found.ddp),
         "synchronous": found.synchronous and _choice(found.synchronous),
         "uncompressed": found.uncompressed and _choice(found.uncompressed),
-        "advice": [*advice(found), *others],
+        "advice": [*advice(found, others), *others],
         "ranking": [_choice(one) | {"tie": one in found.tied} for one in found.kinds[: given.top]],
         "considered": found.considered,
         "meshes": {members: _choice(one) for members, one in found.meshes.items()},
@@ -233,6 +239,7 @@ def _choice(choice: Choice) -> dict[str, object]:
         "memory_bytes": rank_memory(job),
         "reason": reason(choice),
         "options": training_arguments(job),
+        "program": in_program(job),
     }
 
 

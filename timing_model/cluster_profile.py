@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from timing_model.buckets import WHOLE, Cut
 from timing_model.collective_time import ring_all_reduce_bytes
 from timing_model.measured import (
     LINK,
@@ -144,6 +145,8 @@ class Profile:
                 one[name] = one[name] if getattr(measured, name).high > 0 else None
             one["accumulation"] = one["accumulation"] if measured.accumulation > 1 else None  # as with LATER
             one["released"] = one["released"] or None
+            for each in one["measured"]:
+                each["buckets"] = each["buckets"] if Cut.parse(each["buckets"]) != WHOLE else None
         aside = path.with_name(f".{path.name}.tmp")
         try:
             aside.write_text(format_tables(ordered) + "\n", encoding="utf-8")
@@ -311,6 +314,11 @@ def _measured(table: Table) -> MeasuredIteration:
         iteration=_estimate(table, "iteration"),
         iterations=table.count("iterations"),
         loader_workers=table.count("loader_workers", least=0) if "loader_workers" in table else None,
+        buckets=table.text("buckets") if "buckets" in table else "1",
     )
     table.done()
+    try:
+        Cut.parse(measured.buckets)
+    except ValueError:
+        raise table.error("buckets", "be a number of buckets, or the largest size of one", measured.buckets) from None
     return measured

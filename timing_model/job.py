@@ -33,6 +33,9 @@ from timing_model.units import format_bandwidth, format_bytes
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
 """Codecs that torch's own all-reduce can add up."""
+DDP_CODECS = (UNCOMPRESSED, "fp16")
+"""Codecs of ddp that are searched: those of its hooks that run everywhere."""
+BF16_HOOK = "torch accepts DDP's bf16 hook only in a build for CUDA with NCCL"
 OWN_ALL_REDUCE = {"pipelined": "ring", "ddp": "native", "ps-sync": None}
 """Default all-reduce of each strategy."""
 ON_NODES = ("ring", "native", "hierarchical")
@@ -393,7 +396,7 @@ class Job:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
         if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.members > 1 or self.limited:
             return None
-        if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE or self.parts:
+        if self.accumulation > 1 or self.local_steps > 1 or self.parts:
             return None
         own = configuration(self)
         return next((one for one in self.compute.measured if configuration(one) == own), None)
@@ -574,6 +577,8 @@ def support_of(job: Job) -> Support:
     if job.compute.comm_cv.value > CHECKED_CV:
         checked = f"a cv of the all-reduce of {job.compute.comm_cv.value:g}; the formulas were checked up to"
         reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
+    if job.strategy == "ddp" and job.codec not in DDP_CODECS:
+        reasons.append((INTERPOLATED if ranges.world_sizes else GIVEN, BF16_HOOK))
     if job.members > 1:
         reasons.append((EXTRAPOLATED if ranges.world_sizes else GIVEN, ISLANDS))
     if not ranges.world_sizes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from timing_model.buckets import Cut
 from timing_model.checks import check_above_0, check_at_least
 from timing_model.jitter import noise_over
 from timing_model.params import CodecCost, ComputeTimes, LinkParams, Noise
@@ -180,11 +182,13 @@ class MeasuredIteration:
     """Number of iterations that were timed."""
     loader_workers: int | None = None
     """Processes of a rank that loaded batches; None in a file from before it was recorded, whose time is no job's."""
+    buckets: str = "1"
+    """Buckets in which gradients left during the backward pass; 1 in files from before they were recorded."""
 
 
-def configuration(of: object) -> tuple[object, ...]:
+def configuration(of: Any) -> tuple[object, ...]:
     """Return what an iteration that was measured, and a job whose time it is, have in common."""
-    return tuple(getattr(of, name) for name in CONFIGURATION)
+    return (*(getattr(of, name) for name in CONFIGURATION), Cut.parse(of.buckets))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from timing_model.choices import TIE, Choice, Space, simplicity
@@ -12,8 +12,10 @@ from timing_model.job import Job, support_of
 from timing_model.search import Search
 from timing_model.units import format_bytes, format_bytes_up
 
-REFERENCES = ("ddp", "ps-sync")
-"""Strategies that are always shown, however slow they are."""
+EQUAL = 0.001
+"""Relative distance within which two times are the same to a reader."""
+SERVERS = "ps-sync"
+"""Strategy that is always shown, however slow it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +23,11 @@ class Plan:
     """Result of a search."""
 
     best: Choice
-    """Simplest of the fastest configurations."""
+    """Simplest of the fastest configurations; one without late gradients, if it is at most ``LATE_TIE`` slower."""
     ranking: tuple[Choice, ...]
     """All configurations, each with its best segment size. The fastest come first, and within a tie the simplest."""
-    synchronous: Choice | None
-    """Best configuration of width 1, ddp, or parameter servers, with a codec that torch has, too (``NATIVE_CODECS``),
-    if one of these is searched; None if no such configuration was searched."""
+    ddp: Choice | None
+    """torch's DDP without a hook, searched or not; None if its time is not known, or it does not fit."""
     uncompressed: Choice | None
     """Best configuration without a codec; None if none was searched."""
     considered: int
@@ -58,19 +59,32 @@ class Plan:
     @property
     def tied(self) -> tuple[Choice, ...]:
         """Choices of ``kinds`` that are as fast as ``best``, up to a tie, and less simple."""
-        return tuple(one for one in self.kinds if one is not self.best and one.score <= self.fastest * (1 + TIE))
+        score, tie = self.best.score, 1 + TIE
+        most = max(score, self.fastest * tie)  # others that are slower may be simpler
+        return tuple(one for one in self.kinds if one is not self.best and score <= one.score * tie <= most * tie)
+
+    @property
+    def late(self) -> Choice | None:
+        """Fastest configuration with late gradients; None if none was searched."""
+        return _fastest([one for one in self.ranking if one.job.width > 1])
+
+    @property
+    def synchronous(self) -> Choice | None:
+        """Fastest configuration without: of width 1, ddp, or parameter servers; None if none was searched."""
+        return _fastest([one for one in self.ranking if one.job.width == 1])
 
     def shown(self, top: int) -> tuple[Choice, ...]:
-        """Return the simplest choice of each tie, at most ``top``, the best first, and those that people compare with:
-        the best synchronous one, the best without a codec, ddp, a parameter server, and the best of all islands."""
-        others = [next((one for one in self.ranking if one.job.strategy == name), None) for name in REFERENCES]
-        others += self.meshes.values()
-        references = [one for one in (self.best, self.synchronous, self.uncompressed, *others) if one is not None]
+        """Return the simplest choice of each tie, at most ``top``, the fastest first, and those that people compare
+        with: the best one, the best synchronous one, the best without a codec, ddp, a parameter server, and the best of
+        all islands."""
+        servers = next((one for one in self.ranking if one.job.strategy == SERVERS), None)
+        others = (self.best, self.synchronous, self.uncompressed, self.ddp, servers, *self.meshes.values())
+        references = [one for one in others if one is not None]
         simplest: dict[float, Choice] = {}
         for one in self.kinds:
             simplest.setdefault(_ties(one.score, self.fastest), one)
-        shown = {id(one) for one in [*references, *list(simplest.values())[:top]]}
-        return tuple(one for one in self.ranking if id(one) in shown)
+        shown = {id(one): one for one in [*references, *list(simplest.values())[:top]]}
+        return tuple(sorted(shown.values(), key=lambda one: _place(one, self.fastest)))
 
 
 def plan(
@@ -99,7 +113,7 @@ def plan(
     for job in search.whole():
         search.add(job, *iteration_time(job, costs_of(job)))
     search.pairs()
-    best = search.all.chosen
+    best = search.best
     if best is None:
         base.check_messages()
         if search.too_large:
@@ -112,15 +126,27 @@ def plan(
         raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")
     fitting = {one.job.members for one in search.choices}
     fastest = min(one.score for one in search.choices)
-    ranking = sorted(search.choices, key=lambda one: (_ties(one.score, fastest), simplicity(one.job)))
+    ranking = sorted(search.choices, key=lambda one: _place(one, fastest))
     return Plan(
         best=best,
         ranking=tuple(ranking),
-        synchronous=search.synchronous.chosen,
+        ddp=search.ddp(),
         uncompressed=search.uncompressed.chosen,
         considered=search.considered,
         too_large={members: nbytes for members, nbytes in sorted(search.too_large.items()) if members not in fitting},
     )
+
+
+def _fastest(ranking: Sequence[Choice]) -> Choice | None:
+    """Return the simplest of those that differ from the fastest by less than a reader would see."""
+    fastest = min((one.score for one in ranking), default=0.0)
+    equal = [one for one in ranking if one.score <= fastest * (1 + EQUAL)]
+    return min(equal, key=lambda one: simplicity(one.job), default=None)
+
+
+def _place(one: Choice, fastest: float) -> tuple[float, tuple[float, ...]]:
+    """Return a sort key: the fastest come first, and within a tie the simplest."""
+    return _ties(one.score, fastest), simplicity(one.job)
 
 
 def _ties(score: float, fastest: float) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
-from timing_model.advice import advice, describe, loading_advice, ratio, reason, training_arguments
+from timing_model.advice import advice, loading_advice, ratio, reason
 from timing_model.choices import TIE, Choice
+from timing_model.configurations import describe, in_program, training_arguments
 from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Job, Support
 from timing_model.measured import Estimate
 from timing_model.memory import rank_memory
@@ -123,13 +125,26 @@ def _with_cost(job: Job, seconds: float) -> str:
 def support_lines(support: Support) -> list[str]:
     """Return lines that say how sure the answer is."""
     said = {
-        GIVEN: "As good as the numbers given: nothing was measured.",
+        GIVEN: "Based only on the numbers you typed; nothing was measured.",
         MEASURED: "Measured: this very configuration ran.",
         INTERPOLATED: "Interpolated: within what was measured.",
         EXTRAPOLATED: "Extrapolated: beyond what was measured, so the interval may be too narrow.",
         OUTSIDE: "OUTSIDE of what was measured: the interval means nothing.",
     }
     return [said[support.kind], *[f"  - {reason}" for reason in support.reasons]]
+
+
+def folded(text: str, columns: int) -> str:
+    """Return the text with its sentences broken between words into lines of at most this many columns.
+
+    Rows of tables stay as they are.
+    """
+    lines = text.splitlines()
+    return "\n".join(line if "  " in line.strip() else "\n".join(_fold(line, columns)) for line in lines)
+
+
+def _fold(line: str, columns: int) -> list[str]:
+    return textwrap.wrap(line, max(1, columns), break_long_words=False, break_on_hyphens=False) or [line]
 
 
 def compared(one: Choice, best: Choice) -> str:
@@ -139,8 +154,12 @@ def compared(one: Choice, best: Choice) -> str:
 
 
 def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) -> str:
-    """Return the plan as text for people, with ``others`` to do, as ``alternatives`` has them."""
+    """Return the plan as text for people, with ``others`` to do, as ``alternatives`` has them.
+
+    It begins with the choice next to DDP, and ends with the call that a program makes.
+    """
     best = plan.best
+    first, *rest = advice(plan, others)
     considered = f"{plan.considered:,} configurations searched"
     lines = [job_line(best.job), considered, ""]
     rows = [("", "configuration", "iteration", "", "why", "memory" if _counts_memory(best.job) else "")]
@@ -149,11 +168,11 @@ def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) 
         slower = "" if one is best else "tie" if one in plan.tied else compared(one, best)
         memory = _memory(one.job)
         rows.append((mark, describe(one.job), format_seconds(one.iteration.total), slower, reason(one), memory))
-    lines += [*table(rows, right=(2, 3, 5)), ""]
+    lines += [*table(rows, right=(2, 3, 5)), "", first]
     if plan.tied:
         named = [describe(one.job) for one in plan.tied]
         more = f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
-        lines += [f"As fast, within {TIE:.0%}, but less simple: {'; '.join(named[:NAMED])}{more}."]
+        lines += [f"Equally fast (within {TIE:.0%}), but more complex: {'; '.join(named[:NAMED])}{more}."]
     lines += [f"Choose {describe(best.job)}: {training_arguments(best.job)}"]
     if answer.low < answer.high:
         lines += [f"An iteration will take {format_seconds(answer.low)} to {format_seconds(answer.high)} (90 %)."]
@@ -161,7 +180,8 @@ def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) 
         lines += [f"An epoch will take {_with_cost(best.job, answer.epoch)}."]
     if answer.total is not None:
         lines += [f"The whole job will take {_with_cost(best.job, answer.total)}."]
-    return "\n".join([*lines, *advice(plan), *others, "", *support_lines(answer.support)])
+    lines += [*rest, *others, "", *support_lines(answer.support), "", f"In a program: {in_program(best.job)}"]
+    return "\n".join(lines)
 
 
 def _counts_memory(job: Job) -> bool:

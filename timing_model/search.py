@@ -9,18 +9,20 @@ from itertools import product
 from typing import Any
 
 from timing_model.all_reduce import CollectiveTime, chunks_of
+from timing_model.buckets import Cut
 from timing_model.checks import check_at_least, check_one_of
-from timing_model.choices import TIE, Choice, Space, simplicity
-from timing_model.costs import Buckets, as_measured, buckets_of, costs_of, pipelined_time, whole
+from timing_model.choices import LATE_TIE, TIE, Choice, Space, simplicity
+from timing_model.costs import Buckets, as_measured, buckets_of, costs_of, iteration_time, pipelined_time, whole
 from timing_model.iteration import IterationTime
-from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
+from timing_model.job import DDP_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
 from timing_model.measured import UNCOMPRESSED
 from timing_model.memory import fits, rank_memory
 from timing_model.schedules import SEGMENT_BYTES, segments_of
 
 LARGEST_MEETING = 32
 """Most ranks for which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and
-it sends about twice the bytes, so others are faster."""
+it sends about twice the bytes, so others are faster. Of these, and of more ranks on links of their own, only the first
+of the cuts into buckets is searched."""
 
 MOST_SEARCHED = 2_000
 """Most segments of a gradient times ranks for which such an all-reduce is searched: about a tenth of a second."""
@@ -37,7 +39,12 @@ class Group:
 
     @property
     def chosen(self) -> Choice | None:
-        return min(self._fast, key=lambda one: one[0])[1] if self._fast else None
+        return self.within(math.inf)
+
+    def within(self, most: float) -> Choice | None:
+        """Return the simplest of the fastest choices whose score is at most this; None if there is none."""
+        fast = [one for one in self._fast if one[1].score <= most]
+        return min(fast, key=lambda one: one[0])[1] if fast else None
 
     def add(self, choice: Choice) -> None:
         if self._belongs(choice.job) and choice.score <= self._fastest * (1 + TIE):
@@ -70,22 +77,40 @@ class Search:
             dataclasses.replace(self._base, codec=codec)  # refuses an unknown codec
         for buckets in space.buckets:
             dataclasses.replace(self._base, buckets=buckets)  # and what is no cut
+        self._first = Cut.parse(space.buckets[0])
         for members in space.members:
             dataclasses.replace(self._base, members=members)  # and what are no islands
-        usual = [codec for codec in space.codecs if codec in NATIVE_CODECS] or space.codecs
         self.all = Group(lambda job: True)
-        self.synchronous = Group(lambda job: job.width == 1 and job.codec in usual)
+        self.synchronous = Group(lambda job: job.width == 1)
         self.uncompressed = Group(lambda job: job.codec == UNCOMPRESSED)
         self.choices: list[Choice] = []
         self.considered = 0
         self.too_large: dict[int, float] = {}
         """Least memory of a rank, in bytes, of configurations that do not fit, by the members of their islands."""
 
+    @property
+    def best(self) -> Choice | None:
+        """Simplest of the fastest choices, or of the fastest without late gradients if these are nearly as fast."""
+        best = self.all.chosen
+        if best is None or best.job.width == 1:
+            return best
+        fastest = min(one.score for one in self.choices)
+        return self.synchronous.within(fastest * (1 + LATE_TIE)) or best
+
+    def ddp(self) -> Choice | None:
+        """Return torch's DDP without a hook, searched or not; None if its time is not known, or it does not fit."""
+        job = self._working(strategy="ddp", all_reduce=OWN_ALL_REDUCE["ddp"], parts=())
+        found = next((one for one in self.choices if one.job == job), None)
+        if job is None or found is not None or not fits(job):
+            return found
+        return self._choice(job, *iteration_time(job, costs_of(job)))
+
     def whole(self) -> Iterator[Job]:
         """Yield the configurations without width and segments."""
         for strategy in self._space.strategies:
             if strategy != "pipelined" and 1 in self._space.members:
-                for codec in self._space.codecs if strategy == "ddp" else (UNCOMPRESSED,):
+                hooks = [codec for codec in self._space.codecs if codec in DDP_CODECS]
+                for codec in hooks if strategy == "ddp" else (UNCOMPRESSED,):
                     job = self._working(strategy=strategy, codec=codec, all_reduce=OWN_ALL_REDUCE[strategy], parts=())
                     if job is not None:
                         self.considered += 1
@@ -93,7 +118,7 @@ class Search:
                             yield job
 
     def pairs(self) -> None:
-        """Add every pair of codec and all-reduce, with every cut into buckets, between all islands, in every width."""
+        """Add every pair of codec and all-reduce, with every cut into buckets, between all islands, in its widths."""
         space = self._space
         if "pipelined" not in space.strategies:
             return
@@ -102,21 +127,25 @@ class Search:
                 pair = self._working(codec=codec, all_reduce=all_reduce, buckets=buckets, members=members)
                 if pair is None or not self._segments(pair):
                     continue
+                widths = space.widths_of(pair.cut)
                 if pair.mesh.is_one_island:  # which exchanges nothing, so that every pair and width is the same
                     self.considered += 1
                     self._add_widths(pair, [min(space.widths)])
                     break
-                self.considered += len(space.widths) * len(self._segments(pair))
-                self._add_widths(pair, space.widths)
+                self.considered += len(widths) * len(self._segments(pair))
+                self._add_widths(pair, widths)
 
     def add(self, job: Job, iteration: IterationTime, collective: CollectiveTime) -> None:
         """Keep a configuration and its times."""
-        iteration = as_measured(job, iteration)
-        score = iteration.total * self._more_iterations(job)
-        choice = Choice(job=job, iteration=iteration, collective=collective, score=score)
+        choice = self._choice(job, iteration, collective)
         self.choices.append(choice)
         for group in (self.all, self.synchronous, self.uncompressed):
             group.add(choice)
+
+    def _choice(self, job: Job, iteration: IterationTime, collective: CollectiveTime) -> Choice:
+        iteration = as_measured(job, iteration)
+        score = iteration.total * self._more_iterations(job)
+        return Choice(job=job, iteration=iteration, collective=collective, score=score)
 
     def _working(self, **options: Any) -> Job | None:
         """Return the job with these options, in the largest segments; None if they do not go together or are too far
@@ -130,9 +159,14 @@ class Search:
             return None
         if job.all_reduce == "hierarchical" and job.ranks_per_node == 1:
             return None  # it would be a ring
-        if job.meets and job.simulated_ranks > LARGEST_MEETING and not job.cluster.placed:
+        if job.meets and self._is_slow(job):
             return None
         return job if self._extrapolate or support_of(job).kind != OUTSIDE else None
+
+    def _is_slow(self, job: Job) -> bool:
+        """Return True if it would take too long to simulate the messages of this job, which meet."""
+        placed, many = bool(job.cluster.placed), job.simulated_ranks > LARGEST_MEETING
+        return (many and not placed) or (job.cut != self._first and (many or not placed))
 
     def _segments(self, pair: Job) -> list[int]:
         """Return the segment sizes to look at, those nearest to the default first; only one where messages meet."""

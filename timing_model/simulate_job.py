@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from timing_model.advice import describe
 from timing_model.buckets import WHOLE
+from timing_model.configurations import describe
 from timing_model.costs import costs_of, times_of
 from timing_model.iteration import loaded
 from timing_model.jitter import noise_over

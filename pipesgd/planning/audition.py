@@ -37,6 +37,8 @@ LEADS = 2.0
 TIE, EARNED = 0.01, 1.0
 """Relative distance from the fastest, and standard errors of the difference, within which the simplest candidate is
 chosen: staleness and coarser codecs cost accuracy, so a gain must be seen before they are accepted for it."""
+LATE_TIE = 0.05
+"""The same distance for a candidate without late gradients, from those with: that of a plan."""
 AGAIN_AFTER = 60
 """Iterations between an audition and the first look at whether another one is needed; twice as many to the next."""
 MOST_AUDITIONS = 3
@@ -173,9 +175,10 @@ class Audition:
             return self._begun_again() if again else self._looking_later()
         counted = {number: time for number, time in seconds.items() if number not in fallback}
         paces = [self._pace(one, seconds if one["width"] == 1 else counted) for one in self.candidates]
-        best = self._best(paces)
+        judged = [_judged(one, pace) for one, pace in zip(self.candidates, paces, strict=True)]
+        best = self._best(judged)
         turn = self.turn * 2 ** max(0, self.passes + 1 - LEAST_PASSES)
-        left = self._left(paces, best, turn, elapsed)
+        left = self._left(paces, judged, best, turn, elapsed)
         end = self.decision_at + len(left) * turn
         due = self.passes < LEAST_PASSES or end - self.begin <= LONGEST * (self.iterations - self.begin)
         if self.passes < PASSES and due and (len(left) > 1 or not _precise(paces[best])):
@@ -198,13 +201,21 @@ class Audition:
             cost=self._cost(paces[best], elapsed),
         )
 
-    def _left(self, paces: Sequence[Pace | None], best: int, turn: int, elapsed: float | None) -> list[int]:
+    def _left(
+        self,
+        paces: Sequence[Pace | None],
+        judged: Sequence[Pace | None],
+        best: int,
+        turn: int,
+        elapsed: float | None,
+    ) -> list[int]:
         """Return the numbers of the candidates that have a turn of this many iterations in the next pass.
 
         They are those that may still be the fastest. Their turns must be paid for by what is left of ``MOST_SHARE``;
         the slowest are left out until they are.
         """
-        left = [number for number, pace in enumerate(paces) if number == best or not _leads(paces[best], pace, LEADS)]
+        rivals = [number for number, pace in enumerate(judged) if not _leads(judged[best], pace, LEADS)]
+        left = sorted({best, *rivals})
         if self.passes >= LEAST_PASSES:
             left = [number for number in left if number == best or paces[number] is not None]
         fastest = min([pace.mean for pace in paces if pace is not None] or self.predicted)
@@ -311,6 +322,14 @@ def _pass(
 ) -> list[tuple[int, Choices]]:
     """Return ``turns``, and one after the other of the choices in ``order`` from iteration ``begin`` on."""
     return [*turns, *((begin + number * turn, choices) for number, choices in enumerate(order))]
+
+
+def _judged(choices: Choices, pace: Pace | None) -> Pace | None:
+    """Return the pace by which a candidate is compared: with late gradients, as much slower as these may not gain."""
+    if pace is None or choices["width"] == 1:
+        return pace
+    more = (1 + LATE_TIE) / (1 + TIE)
+    return pace._replace(mean=more * pace.mean, error=more * pace.error)
 
 
 def _precise(pace: Pace | None) -> bool:

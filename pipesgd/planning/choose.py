@@ -17,9 +17,10 @@ from pipesgd.errors import UserInputError
 from pipesgd.pipeline_config import rate_of
 from pipesgd.planning.audition import Audition
 from pipesgd.planning.planned import Planned, choices_of
-from timing_model.advice import advice, reason, training_arguments
+from timing_model.advice import advice, reason
 from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simplicity
 from timing_model.cluster_profile import Profile
+from timing_model.configurations import training_arguments
 from timing_model.fragments import MOST_LOCAL_STEPS, hiding_fragments, hiding_windows, predict_in_turns
 from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
 from timing_model.measured import UNCOMPRESSED, ComputeProfile
@@ -306,4 +307,4 @@ def why(found: Plan, auto: Sequence[str]) -> list[str]:
     if "codec" not in auto:
         found = dataclasses.replace(found, uncompressed=None)  # leaves out the advice on codecs
     chosen = f"chosen of {found.considered}: {training_arguments(found.best.job)}; {reason(found.best)}"
-    return [chosen, " ".join(advice(found))] if advice(found) else [chosen]
+    return [chosen, " ".join(advice(found))]

@@ -16,12 +16,10 @@ from torch import nn
 from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.errors import CheckpointError, UserInputError, warn
-from pipesgd.pipeline_config import cut_of
 from pipesgd.planning.audition import Audition, Pace
 from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks
-from pipesgd.run.console import say
-from timing_model.buckets import WHOLE
+from pipesgd.run.console import say, say_sentences
 
 if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
@@ -118,7 +116,7 @@ def plan_run(
 
     agreed = ranks.all_gather_object("plan", ranks.raise_together("planning", decide_on_rank_0))[0]
     planned = Planned.from_json(agreed)
-    say(console, *planned.lines())
+    say_sentences(console, *planned.lines())
     return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned, found
 
 
@@ -152,7 +150,7 @@ def remember(path: Path, config: TrainConfig, audition: Audition, world_size: in
 def measured_iterations(
     candidates: Sequence[dict[str, Any]], paces: Sequence[Pace | None], config: TrainConfig, world_size: int
 ) -> list[MeasuredIteration]:
-    """Return what was measured of the candidates for this run, as a profile keeps it: those without buckets."""
+    """Return what was measured of the candidates for this run, as a profile keeps it."""
     from timing_model.measured import Estimate, MeasuredIteration
 
     return [
@@ -165,9 +163,10 @@ def measured_iterations(
             iteration=Estimate(pace.mean, *pace.interval),
             iterations=pace.iterations,
             loader_workers=config.data.workers,
+            buckets=choices["buckets"],
         )
         for choices, pace in zip(candidates, paces, strict=True)
-        if pace is not None and cut_of(choices["buckets"]) == WHOLE
+        if pace is not None
     ]
 
 

@@ -59,6 +59,12 @@ def say(console: Console, *lines: str) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
+def say_sentences(console: Console, *lines: str) -> None:
+    """Print lines that are long, broken between words on a terminal and unbroken elsewhere."""
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=not console.is_terminal, markup=False)
+
+
 class ProgressBar:
     """Iterations, loss, test accuracy, samples/s and hidden communication, as a bar or as lines in a log."""
 

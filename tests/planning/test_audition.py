@@ -18,6 +18,7 @@ from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
 from pipesgd.planning.audition import (
     AGAIN_AFTER,
+    LATE_TIE,
     LEAST_PASSES,
     LEAST_TURN,
     LONGEST,
@@ -35,6 +36,7 @@ from pipesgd.planning.audition import (
 from pipesgd.planning.plan_run import measured_iterations, remember
 from pipesgd.planning.planned import Planned
 from timing_model.cluster_profile import Profile
+from timing_model.job import Job
 
 
 def choices(width: int, codec: str = "int8") -> dict[str, Any]:
@@ -111,9 +113,16 @@ def test_a_clear_lead_ends_it_after_one_pass_and_a_hopeless_one_is_out() -> None
 
 
 def test_the_simplest_of_those_that_are_about_equally_fast_stays() -> None:
-    for excess, width in ((0.9 * TIE, 1), (1.1 * TIE, 2)):
+    for excess, width in ((0.9 * TIE, 2), (1.1 * TIE, 3)):
+        over = decide(audition(0.24, 0.12, 0.12), {1: 0.24, 2: 0.12 * (1 + excess), 3: 0.12})
+        assert over.chosen[0]["width"] == width
+
+
+def test_late_gradients_must_gain_more_than_five_percent() -> None:
+    for excess, width in ((0.9 * LATE_TIE, 1), (1.1 * LATE_TIE, 2)):
         over = decide(audition(0.12, 0.12), {1: 0.12 * (1 + excess), 2: 0.12})
         assert over.chosen[0]["width"] == width
+        assert over.chosen[1] == over.paces[width - 1], "what is recorded is the time that was measured"
 
 
 def test_a_gain_that_is_within_the_noise_is_none() -> None:
@@ -294,10 +303,30 @@ def test_an_audition_that_began_before_there_were_buckets_and_fragments_is_conti
     assert [one.width for one in measured_iterations(over.candidates, over.paces, TrainConfig(), 2)] == [1, 2]
 
 
-def test_only_what_was_measured_without_buckets_is_remembered() -> None:
-    pace = Pace(1.0, 0.1, 1.0, 9)
+def test_what_was_measured_in_buckets_is_remembered_as_that(tmp_path: Path) -> None:
+    profile, path = cluster(), tmp_path / "cluster.toml"
     candidates = [ONE | {"buckets": buckets} for buckets in ("1", "01", "2", "1MiB")]
-    assert len(measured_iterations(candidates, [pace] * 4, TrainConfig(), 2)) == 2
+    paces = [Pace(float(number), 1.0, 0.1, 9) for number in range(1, 5)]
+    measured = measured_iterations(candidates, paces, TrainConfig(), 4)
+    [compute] = profile.compute
+    profile.with_measured(compute.model, compute.batch_size, measured).save(path)
+    found = Profile.load(path)
+    assert [(one.buckets, one.iteration.value) for one in found.compute[0].measured] == [
+        ("1", 2.0),
+        ("2", 3.0),
+        ("1MiB", 4.0),
+    ], "01 is 1"
+    job = Job(cluster=found, compute=found.compute[0], world_size=4, codec="int8")
+    times = {buckets: dataclasses.replace(job, buckets=buckets).measured for buckets in ("1", "2", "4", "1024KiB")}
+    assert {buckets: one and one.iteration.value for buckets, one in times.items()} == {
+        "1": 2.0,
+        "2": 3.0,
+        "4": None,
+        "1024KiB": 4.0,
+    }
+    path.write_text(path.read_text().replace('buckets = "2"', 'buckets = "two"'))
+    with pytest.raises(ValueError, match=r"buckets must be a number of buckets, or the largest size of one; got 'two'"):
+        Profile.load(path)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ pytestmark = pytest.mark.slow
 
 CLOSE = LinkParams(alpha=1e-4, beta=2e-7, gamma=0.0, sync=0.0)
 """A link with which all widths are predicted to be about equally fast."""
-WORDS = "--hidden-sizes 20 --batch-size 16 --lr 0.05 --width auto --checkpoint-iterations 5 --keep-checkpoints 100"
+WORDS = "--hidden-sizes 20 --batch-size 16 --lr 0.05 --width auto --buckets 1 --checkpoint-iterations 5"
+WORDS += " --keep-checkpoints 100"
 
 
 Prepare = Callable[[], None]

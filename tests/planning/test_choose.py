@@ -40,7 +40,9 @@ def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
     assert (planned.support, planned.reasons) == ("interpolated", [])
     chosen, advice, predicted = planned.lines()
     assert "--width 2 --codec int8" in chosen
+    assert " times as fast as DDP" in advice
     assert "times as fast as the best synchronous configuration" in advice
+    assert "With no gradient late: " in advice
     assert "Use int8" in advice
     assert predicted.startswith("predicted by a test: ")
     assert "for all 100" in predicted
@@ -157,7 +159,8 @@ def test_what_is_given_stays(words: str, expected: dict[str, Any]) -> None:
     [
         (0.1, (2, "int8"), [(2, "int8"), (2, "int4"), (3, "int8"), (3, "int4")]),
         (0.2, (2, "int4"), [(2, "int4"), (3, "int4")]),
-        (0.03, (2, "fp32"), [(2, "fp32"), (3, "bf16"), (2, "int4"), (3, "int4")]),
+        (0.03, (1, "int4"), [(1, "int4"), (3, "bf16"), (2, "int4"), (3, "int4")]),
+        (0.04, (2, "bf16"), [(2, "bf16"), (3, "bf16"), (2, "int4"), (3, "int4")]),
     ],
 )
 def test_the_simplest_and_the_fastest_of_each_width_are_auditioned(
@@ -167,7 +170,7 @@ def test_the_simplest_and_the_fastest_of_each_width_are_auditioned(
     bits = {"bf16": 16.0, "int8": 8.25, "int4": 4.25}
     codecs = {name: CodecProfile(bits=one, call=Estimate.exact(0.0), rates=rates(0.0)) for name, one in bits.items()}
     profile = cluster(dataclasses.replace(SLOW, beta=share * SLOW.beta), codecs=codecs)
-    planned = choose(profile, "--width auto --codec auto", iterations=100_000)
+    planned = choose(profile, "--width auto --codec auto --buckets 1", iterations=100_000)
     assert (planned.choices["width"], planned.choices["codec"]) == chosen
     assert planned.audition is not None
     assert [(one["width"], one["codec"]) for one in planned.audition.candidates] == candidates
@@ -177,13 +180,36 @@ def test_the_plans_own_choice_is_always_auditioned(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(choose_options, "MOST_CANDIDATES", 2)
     bits = {"bf16": 16.0, "int8": 8.25, "int4": 4.25}
     codecs = {name: CodecProfile(bits=one, call=Estimate.exact(0.0), rates=rates(0.0)) for name, one in bits.items()}
-    profile = cluster(dataclasses.replace(SLOW, beta=0.03 * SLOW.beta), codecs=codecs)
-    planned = choose(profile, "--width auto --codec auto", iterations=100_000)
+    profile = cluster(dataclasses.replace(SLOW, beta=0.04 * SLOW.beta), codecs=codecs)
+    planned = choose(profile, "--width auto --codec auto --buckets 1", iterations=100_000)
     assert planned.audition is not None
-    assert [(one["width"], one["codec"]) for one in planned.audition.candidates] == [(2, "fp32"), (2, "int4")]
+    assert [(one["width"], one["codec"]) for one in planned.audition.candidates] == [(2, "bf16"), (2, "int4")]
 
 
-def test_a_width_that_gains_less_than_three_percent_is_not_chosen() -> None:
+def test_width_1_is_compared_at_its_best_unless_buckets_are_given() -> None:
+    """Half of the MLP's bytes are hidden behind half of the backward pass: then no gradient need be late."""
+    fast = CodecProfile(bits=4.25, call=Estimate.exact(0.0), rates=rates(0.0))
+    profile = cluster(dataclasses.replace(SLOW, beta=0.06 * SLOW.beta), codecs={"int4": fast})
+    free, whole = (
+        choose(profile, f"--width auto --codec auto {words}", iterations=100_000) for words in ("", "--buckets 1")
+    )
+    assert free.asked == ["width", "codec", "buckets"]
+    assert whole.asked == ["width", "codec"]
+    assert (whole.choices["width"], whole.choices["buckets"]) == (2, "1")
+    assert free.choices["width"] == 1
+    assert free.choices["buckets"] != "1"
+    assert f"--width 1 --codec int4 --all-reduce ring --buckets {free.choices['buckets']}" in free.why[0]
+    assert "With no gradient late: " in free.why[1]
+    assert free.audition is not None
+    assert {one["width"] for one in free.audition.candidates} >= {1, 2}
+    config = parse(["--width", "auto", "--codec", "auto"])
+    chosen = config.with_choices({name: free.choices[name] for name in free.asked}).pipeline
+    assert (chosen.width, chosen.buckets) == (1, free.choices["buckets"])
+    assert "buckets" not in parse(["--width", "auto", "--reduce", "auto"]).planning.auto, "which needs it given"
+    assert parse(["--codec", "auto"]).planning.auto == ("codec",)
+
+
+def test_a_width_that_gains_less_than_five_percent_is_not_chosen() -> None:
     slower = dataclasses.replace(SLOW, beta=3 * SLOW.beta)
     expected = {"width": 1, "codec": "fp32", "all-reduce": "ring"}
     planned = choose(cluster(slower), "--codec fp32 --width auto")

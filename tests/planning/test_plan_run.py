@@ -163,7 +163,7 @@ def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_
     assert [result["options"][name] for name in AUTO_OPTIONS] == [
         result["planned"]["choices"][name] for name in AUTO_OPTIONS
     ]
-    assert result["planned"]["asked"] == ["width", "codec", "all-reduce"]
+    assert result["planned"]["asked"] == ["width", "codec", "all-reduce", "buckets"]
     assert result["planned"]["measured_seconds"] == result["seconds"]["iteration"]["median"]
     assert result["planned"]["low"] <= result["planned"]["iteration_seconds"] <= result["planned"]["high"]
     assert result["replicas_identical"]
@@ -256,7 +256,7 @@ def test_without_a_cluster_it_calibrates_and_the_training_is_none_the_worse(tmp_
     assert "calibrating 2 ranks" in text
     assert "predicted by a calibration of 1 s: " in text
     assert result["replicas_identical"]
-    assert result["planned"]["asked"] == ["width", "all-reduce"]
+    assert result["planned"]["asked"] == ["width", "all-reduce", "buckets"]
     assert result["codec"] == "fp32"
     assert result["planned"]["iteration_seconds"] > 0
     same, _ = succeed(2, f"{SHORT} {options_of(result)}", tmp_path / "same")

@@ -238,7 +238,7 @@ def test_a_movement_is_exchanged_whole_where_gradients_are_cut() -> None:
 def test_local_steps_are_mentioned_where_no_codec_hides_with_what_they_cost() -> None:
     [said] = said_of_local_steps(20.5, space={"segments": (1 << 20,)})
     assert said == (
-        "--width 2 --local-steps 21 --codec fp32 --all-reduce ring would hide the communication, with 20.5 times as "
+        "--width 2 --local-steps 21 --codec fp32 --all-reduce ring would hide the communication, with 21.5 times as "
         "many samples a second; the price was up to 2.0 points of accuracy with two small models "
         "(docs/results.md)."
     )
@@ -254,7 +254,7 @@ def test_fragments_are_mentioned_where_they_hide_at_a_lower_price() -> None:
     [said] = said_of_local_steps(20.5, tensors=alike)
     assert said.startswith(
         "--width 2 --local-steps 11 --codec fp32 --all-reduce ring --segment-bytes 1073741824 --fragments 2 would hide "
-        "the communication, with 20.5 times as many samples a second; the price was up to 1.6 points of accuracy"
+        "the communication, with 21.5 times as many samples a second; the price was up to 1.6 points of accuracy"
     )
     job = job_of(20.5, width=2, segment_bytes=1 << 30, tensors=alike)
     for steps, seconds in ((10, 1.025), (11, 1.0)):
