@@ -37,7 +37,7 @@ from pipesgd.membership.address import Address, own_address, unreachable
 from pipesgd.membership.heartbeat import LONGEST_PHASE, Beat, Patience, Standing
 from pipesgd.membership.session import open_session
 from pipesgd.membership.store import BoundedStore, MalformedValue, decode, poll, present, same_kind
-from pipesgd.membership.watcher import ENDED, ENDED_SECONDS, FAILURE, Watcher, report_ended, report_key, root_cause
+from pipesgd.membership.watcher import ENDED_SECONDS, FAILURE, Watcher, ended_text, report_ended, report_key, root_cause
 from pipesgd.process import say
 
 T = TypeVar("T")
@@ -286,8 +286,9 @@ class Ranks:
         """Return the error to raise for a store that is lost, perhaps together with the process of a rank."""
         number = self.number(self.rank)
         if ended := self.ended(within=ENDED_SECONDS):
-            peer, iteration = self.number(ended[0]), self.iteration
-            return PeerFailed(rank=number, peer=peer, operation=operation, reason=ENDED, iteration=iteration)
+            peer = self.number(ended[0])
+            reason, iteration = ended_text(peer), self.iteration
+            return PeerFailed(rank=number, peer=peer, operation=operation, reason=reason, iteration=iteration)
         return lost(failure, number, None, operation, self.timeout)
 
     def _beats(self, ranks: list[int]) -> dict[int, Beat]:
@@ -403,7 +404,7 @@ class Ranks:
         calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line must not wait for it
         if error and peer is not None:
             for ended in self.ended(within=ENDED_SECONDS):
-                calls.run(functools.partial(report_ended, rank=ended))
+                calls.run(functools.partial(report_ended, rank=ended, number=self.number(ended)))
         calls.set(report_key(self.rank), json.dumps([error, peer]))
         if error:
             calls.set(FAILURE, "")
@@ -412,6 +413,8 @@ class Ranks:
     def report_and_wait(self, error: str, peer: int | None = None) -> list[int]:
         """Report an error as ``report`` does, wait a moment for other ranks' reports, and return those that sent none.
 
+        Nobody waits for the report of a rank whose process has ended.
+
         Raises:
             RuntimeError: the store is gone, or hangs.
         """
@@ -419,8 +422,8 @@ class Ranks:
         self.report(error, peer)
         keys = [report_key(rank) for rank in range(self.world_size)]
         if poll(lambda: calls.check(keys), REPORT_GRACE_SECONDS):
-            return []
-        return [rank for rank, key in enumerate(keys) if not calls.check([key])]
+            return self.ended()
+        return sorted({*self.ended(), *(rank for rank, key in enumerate(keys) if not calls.check([key]))})
 
     def leave(self) -> None:
         """Destroy torch's process groups in this process."""

@@ -29,9 +29,6 @@ from pipesgd.membership.store import BoundedStore, MalformedValue, StoreSilent, 
 FAILURE = "a failure"
 """Key that is in the store as soon as a rank has failed."""
 
-ENDED = "its process has ended without a word"
-"""Reason that others report for a rank whose process has ended."""
-
 STOPPING = "stopping"
 """Key of the signal that asked a rank to stop."""
 
@@ -75,10 +72,15 @@ def root_cause(reports: Mapping[int, bytes]) -> tuple[int, str] | None:
     return (causes[0], said[causes[0]][0]) if causes else None
 
 
-def report_ended(store: dist.Store, rank: int) -> None:
+def ended_text(number: int) -> str:
+    """Return the reason that others give for the rank of this number, whose process has ended."""
+    return f"its process has ended without a word: no heartbeat from rank {number} any more"
+
+
+def report_ended(store: dist.Store, rank: int, number: int) -> None:
     """Report, in place of ``rank``, that its process has ended, unless it has reported itself why it fails."""
     if not store.check([report_key(rank)]):
-        store.set(report_key(rank), json.dumps([ENDED, None]))
+        store.set(report_key(rank), json.dumps([ended_text(number), None]))
         store.set(FAILURE, "")
 
 
@@ -178,7 +180,7 @@ class Watcher:
             failed = self.store.run(lambda store: self._meet(store, beat))
         except RuntimeError as problem:  # covers all of torch's errors
             if ended := self.ended(within=ENDED_SECONDS):  # rank 0's process may have taken the store along
-                return self._error(PeerFailed, ended[0], beat.phase, ENDED)
+                return self._error(PeerFailed, ended[0], beat.phase, ended_text(self._number(ended[0])))
             kind = DeadlineExceeded if isinstance(problem, StoreSilent) else CommunicationError
             reason = str(problem).split("] ", 1)[-1].split(". ")[0]
             return self._error(kind, None, "heartbeat through the store", reason)
@@ -203,7 +205,7 @@ class Watcher:
         store.set(f"beat/{self._rank}", beat.encode())
         self.neighbours.meet(store)
         for rank in self.neighbours.ended:
-            report_ended(store, rank)
+            report_ended(store, rank, self._number(rank))
         if self._rank == 0:
             beats = present(store, [f"beat/{rank}" for rank in range(self._world_size)])
             now = time.monotonic()
