@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 
 from experiments import figures
+from experiments.kill_noticed import Noticed
 from experiments.markdown import table
 from experiments.quoted_loops import LOOPS
 from experiments.quoted_reliability import RELIABILITY
@@ -146,7 +147,7 @@ def other_figures() -> str:
         if row["contender"].startswith("pipelined width 2")
     ]
     kills, testbeds = load(RESULTS / "kill_anywhere.csv"), load(RESULTS / "kill_testbed.csv")
-    loading = load(RESULTS / "bench_loading.csv")
+    loading, noticed = load(RESULTS / "bench_loading.csv"), load(RESULTS / "kill_noticed.csv")
     same = sum(row["identical"] is True for row in kills)
     clean = sum(all(int(row[name]) == 0 for name in row if name.endswith("_left")) for row in testbeds)
     found = {
@@ -180,6 +181,10 @@ def other_figures() -> str:
         "runs that lost a rank or all ranks at a random moment, and ended in the very same weights and losses": (
             f"{same} of {len(kills)}",
             "kill_anywhere",
+        ),
+        "kills of a rank at a random moment that all other ranks named within 3 s, with the default `--timeout`": (
+            f"{sum(Noticed(**row).is_good for row in noticed)} of {len(noticed)}",
+            "kill_noticed",
         ),
         "testbeds killed in the middle of a job that left nothing behind": (
             f"{clean} of {len(testbeds)}",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from experiments.kill_noticed import JOBS, Noticed
 from experiments.markdown import table
 from experiments.results import RESULTS, Row, grouped, load
 
@@ -38,4 +41,17 @@ def killed_anywhere() -> str:
     return table(["killed in", "runs", "ended in the same weights and losses"], lines)
 
 
-RELIABILITY = (faults, fault_counts, killed_anywhere)
+def kills_noticed() -> str:
+    """Return how many kills all survivors have noticed in time, and when the last of them said so."""
+    lines = []
+    for job, own in grouped(load(RESULTS / "kill_noticed.csv"), "job").items():
+        good = [Noticed(**row).is_good for row in own]
+        seconds = sorted(math.inf if row["last_s"] is None else row["last_s"] for row in own)
+        inside = sum(row["by_connection"] is True for row in own)
+        figures = [str(len(own)), str(inside), str(sum(good)), f"{seconds[len(own) // 2]:.2f}", f"{seconds[-1]:.2f}"]
+        lines.append([f"{job}: `{JOBS[job]}`", *figures])
+    heads = ["run", "kills", "seen by an all-reduce", "named right by all in 3 s", "median, s", "last, s"]
+    return table(heads, lines)
+
+
+RELIABILITY = (faults, fault_counts, killed_anywhere, kills_noticed)

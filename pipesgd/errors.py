@@ -8,7 +8,7 @@ PipesgdError
 └── RunError (RuntimeError)                    the run failed: exit code 1
     ├── CommunicationError (ConnectionError)   a peer was lost
     │   ├── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
-    │   └── PeerFailed                         a peer has reported that it failed
+    │   └── PeerFailed                         a peer has failed, as it or another rank says
     ├── OutOfStepError                         the ranks are in different calls or iterations
     ├── StoppedBySignal                        Ctrl-C or SIGTERM ended it in order: exit code 130 or 143
     ├── NonFiniteGradientError                 NaN or infinity in a gradient
@@ -109,7 +109,7 @@ class DeadlineExceeded(CommunicationError, TimeoutError):  # noqa: N818 (the nam
 
 
 class PeerFailed(CommunicationError):  # noqa: N818 (named as DeadlineExceeded is)
-    """Rank ``peer`` has failed and reported why; this rank is healthy."""
+    """Rank ``peer`` has failed, and it or a rank that noticed it has reported why; this rank is healthy."""
 
     def __str__(self) -> str:
         where = "" if self.iteration is None else f" in iteration {self.iteration}"

@@ -27,6 +27,7 @@ from pipesgd.errors import (
 )
 from pipesgd.membership.farewell import Farewell
 from pipesgd.membership.heartbeat import no_word_from
+from pipesgd.membership.watcher import ENDED_SECONDS
 from pipesgd.process import (
     EXIT_TERMINATED,
     answer,
@@ -142,6 +143,8 @@ def _run(command: Callable[[Sequence[str], Ranks, Screen], None], argv: Sequence
         stop_watching()
         ranks.leave()
     except HelpRequested as request:
+        if ranks is not None:
+            ranks.say_goodbye()
         return answer(str(request)) if ranks is None or ranks.rank == 0 else 0
     except BaseException as failure:  # noqa: BLE001 (distinguished and reported below)
         signals.ignored = True  # one end is enough; an assignment, since a signal could arrive within a call
@@ -202,7 +205,15 @@ def _where(ranks: Ranks | None) -> str:
 
 
 def _explain(failure: BaseException, ranks: Ranks | None) -> int:
-    """Report in one line why this rank ends, and return the exit code."""
+    """Report in one line why this rank ends, and return the exit code; the others need not miss it then."""
+    try:
+        return _explained(failure, ranks)
+    finally:
+        if ranks is not None:
+            ranks.say_goodbye()
+
+
+def _explained(failure: BaseException, ranks: Ranks | None) -> int:
     rank = 0 if ranks is None else ranks.rank
     if isinstance(failure, KeyboardInterrupt):
         where = _where(ranks)
@@ -234,6 +245,9 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
     silent = {} if ranks is None else ranks.silent()
     if ranks is not None and silent and not isinstance(failure, PeerFailed) and "no heartbeat from" not in text:
         text += f"; {no_word_from(silent, ranks.job_size)}"
+    names_nobody = isinstance(failure, CommunicationError) and failure.peer is None
+    if ranks is not None and names_nobody and (ended := ranks.ended(within=ENDED_SECONDS)):
+        text += f"; the process of {named(ended)} has ended without a word"
     say(f"error: {text}")  # before asking the store, which may hang
     write_error_file(text, trace, cause=not isinstance(failure, CommunicationError | Terminated))
     if ranks is not None:

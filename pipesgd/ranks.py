@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import reprlib
@@ -38,7 +39,7 @@ from pipesgd.membership.listening import hold_back_silent_connections
 from pipesgd.membership.lookups import suspecting_lookups
 from pipesgd.membership.session import open_session
 from pipesgd.membership.store import BoundedStore, MalformedValue, decode, host_store, poll, present, same_kind
-from pipesgd.membership.watcher import FAILURE, Watcher, report_key, root_cause
+from pipesgd.membership.watcher import ENDED_SECONDS, FAILURE, Watcher, ended_text, report_ended, report_key, root_cause
 from pipesgd.process import (
     LAUNCHER_VARIABLES,
     agent_holds_store,
@@ -208,6 +209,15 @@ class Ranks:
         """Return the seconds since the last heartbeat of each rank known to be silent, without any input or output."""
         return {} if self._job._watcher is None else self._job._watcher.silent()
 
+    def ended(self, within: float = 0.0) -> list[int]:
+        """Return the ranks whose processes are known to have ended without a word; wait for one for some seconds."""
+        return [] if self._job._watcher is None else self._job._watcher.ended(within)
+
+    def say_goodbye(self) -> None:
+        """Tell the other ranks that the end of this process, which may come now, is no loss."""
+        if self._job._watcher is not None:
+            self._job._watcher.neighbours.say_goodbye()
+
     def all_gather_object(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
         """Return every rank's ``value`` (anything JSON can write), in rank order. Collective.
 
@@ -242,8 +252,7 @@ class Ranks:
             if len(self._own_keys) > 2:
                 self._calls.delete(self._own_keys.pop(0))
         except dist.DistError as failure:
-            operation = f"exchange of {what} through the store"
-            raise lost(failure, self.number(self.rank), None, operation, self.timeout) from failure
+            raise self._store_lost(failure, f"exchange of {what} through the store") from failure
         self.standing.resume(phase)
         return [self._decoded(answer, rank, what, key.format(rank), value) for rank, answer in enumerate(answers)]
 
@@ -281,6 +290,15 @@ class Ranks:
             iteration=self.iteration,
         )
 
+    def _store_lost(self, failure: dist.DistError, operation: str) -> CommunicationError:
+        """Return the error to raise for a store that is lost, perhaps together with the process of a rank."""
+        number = self.number(self.rank)
+        if ended := self.ended(within=ENDED_SECONDS):
+            peer = self.number(ended[0])
+            reason, iteration = ended_text(peer), self.iteration
+            return PeerFailed(rank=number, peer=peer, operation=operation, reason=reason, iteration=iteration)
+        return lost(failure, number, None, operation, self.timeout)
+
     def _beats(self, ranks: list[int]) -> dict[int, Beat]:
         """Return the newest heartbeat of each of ``ranks`` that has given one."""
         found = self._calls.run(lambda store: present(store, [f"beat/{rank}" for rank in ranks]))
@@ -314,7 +332,7 @@ class Ranks:
         try:
             self._all_attempts.set(f"mark/{name}", "")
         except dist.DistError as failure:
-            raise lost(failure, self.rank, None, "note in the store", self.timeout) from failure
+            raise self._store_lost(failure, "note in the store") from failure
 
     def job_has(self, name: str) -> bool:
         """Return True if this attempt of the job or an earlier one has marked it with ``name``.
@@ -325,7 +343,7 @@ class Ranks:
         try:
             return self._all_attempts.check([f"mark/{name}"])
         except dist.DistError as failure:
-            raise lost(failure, self.rank, None, "look into the store", self.timeout) from failure
+            raise self._store_lost(failure, "look into the store") from failure
 
     def wait_until_all_have_spoken(self) -> None:
         """Return once all ranks have called this or ``need_not_speak``, or after some seconds.
@@ -387,16 +405,23 @@ class Ranks:
     def report(self, error: str, peer: int | None = None) -> None:
         """Tell the other ranks why this one has failed, and which ``peer`` it has lost, if that is the reason.
 
-        An empty ``error`` says that another rank's failure has ended this one.
+        An empty ``error`` says that another rank's failure has ended this one. If the peer's process has ended, that is
+        reported first, so that nobody takes this rank for the cause.
         """
         calls = self._job._reports or self._calls
         calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line must not wait for it
+        if error and peer is not None:
+            for ended in self.ended(within=ENDED_SECONDS):
+                calls.run(functools.partial(report_ended, rank=ended, number=self.number(ended)))
         calls.set(report_key(self.rank), json.dumps([error, peer]))
         if error:
             calls.set(FAILURE, "")
+        self.say_goodbye()
 
     def report_and_wait(self, error: str, peer: int | None = None) -> list[int]:
         """Report an error as ``report`` does, wait a moment for other ranks' reports, and return those that sent none.
+
+        Nobody waits for the report of a rank whose process has ended.
 
         Raises:
             RuntimeError: the store is gone, or hangs.
@@ -405,8 +430,8 @@ class Ranks:
         self.report(error, peer)
         keys = [report_key(rank) for rank in range(self.world_size)]
         if poll(lambda: calls.check(keys), REPORT_GRACE_SECONDS):
-            return []
-        return [rank for rank, key in enumerate(keys) if not calls.check([key])]
+            return self.ended()
+        return sorted({*self.ended(), *(rank for rank, key in enumerate(keys) if not calls.check([key]))})
 
     def leave(self) -> None:
         """Destroy torch's process groups in this process."""

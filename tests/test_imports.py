@@ -44,6 +44,7 @@ ALL_MAY_NAME = {"timing_model", *(f"timing_model.{name}" for name in _DEFINITION
 """Modules that everybody may import: definitions of what the trainer does, and the notation of quantities."""
 
 MAY_NAME_TORCH_DISTRIBUTED = {
+    "membership.neighbours",
     "membership.session",
     "membership.store",
     "membership.watcher",

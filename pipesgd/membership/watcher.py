@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import threading
 import time
@@ -22,7 +23,8 @@ from pipesgd.membership.heartbeat import (
     Standing,
     no_word_from,
 )
-from pipesgd.membership.store import BoundedStore, MalformedValue, StoreSilent, decode, decode_text, present
+from pipesgd.membership.neighbours import Neighbours
+from pipesgd.membership.store import BoundedStore, MalformedValue, StoreSilent, decode, decode_text, poll, present
 
 FAILURE = "a failure"
 """Key that is in the store as soon as a rank has failed."""
@@ -35,6 +37,9 @@ FAREWELL_SILENCE = 5.0
 seconds stays silent for as long again, since TCP doubles its wait whenever a retransmission fails."""
 
 CLOSE_SECONDS = 2.0
+
+ENDED_SECONDS = 0.3
+"""Longest time between the loss of another connection, or of the store, and the news that a process has ended."""
 
 _PLACE = re.compile(rb"[0-9]{1,18}")
 
@@ -67,11 +72,24 @@ def root_cause(reports: Mapping[int, bytes]) -> tuple[int, str] | None:
     return (causes[0], said[causes[0]][0]) if causes else None
 
 
+def ended_text(number: int) -> str:
+    """Return the reason that others give for the rank of this number, whose process has ended."""
+    return f"its process has ended without a word: no heartbeat from rank {number} any more"
+
+
+def report_ended(store: dist.Store, rank: int, number: int) -> None:
+    """Report, in place of ``rank``, that its process has ended, unless it has reported itself why it fails."""
+    if not store.check([report_key(rank)]):
+        store.set(report_key(rank), json.dumps([ended_text(number), None]))
+        store.set(FAILURE, "")
+
+
 class Watcher:
     """Thread that sends a heartbeat once a second, and calls ``on_failure`` when another rank is lost or has failed.
 
     gloo's waits cannot be ended from inside, and the main thread may be in one of them, so all of this happens in a
-    thread. ``on_failure`` is called in it, once; the heartbeat continues afterwards. ``Liveness`` makes the decisions.
+    thread. ``on_failure`` is called in it, once; the heartbeat continues afterwards. ``Liveness`` decides by heartbeats
+    which ranks are lost; ``neighbours`` notices ends of processes at once.
     ``on_stall`` gets rank 0's line about a long wait. The thread needs its own client of the store. Messages name each
     rank by its ``number``.
     """
@@ -94,6 +112,7 @@ class Watcher:
         self._on_failure = on_failure
         self._on_stall = on_stall
         self._number = number
+        self.neighbours = Neighbours(rank, world_size, on_stall, number)
         self._liveness = Liveness(rank, world_size, time.monotonic(), number)
         self._answered = time.monotonic()
         self._failed = False
@@ -106,26 +125,52 @@ class Watcher:
         """Return how many seconds each silent rank had been silent when the store last answered. No input or output."""
         return self._liveness.silent(self._answered)
 
+    def ended(self, within: float = 0.0) -> list[int]:
+        """Return the ranks whose processes have ended without a word; wait for the first one for some seconds."""
+        if threading.current_thread() is not self._thread:
+            poll(lambda: bool(self.neighbours.ended), within)
+        elif not self.neighbours.ended:
+            self.neighbours.wait(within)
+        return sorted(self.neighbours.ended)
+
     def close(self) -> None:
-        """Send a last heartbeat, so that this rank is not missed, and end the thread."""
+        """Say goodbye and send a last heartbeat, so that this rank is not missed, and end the thread."""
+        self.neighbours.say_goodbye()  # first, since the store may be slow and this process may end now
         self.store.hurry(CLOSE_SECONDS)
         self._closed.set()
+        self.neighbours.wake()
         self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         while True:
-            try:
-                error = self._look()
-            except Exception as defect:  # noqa: BLE001 (without this thread the others would call this rank silent)
-                error = self._error(CommunicationError, None, "heartbeat through the store", repr(defect))
-            if error is not None and not self._failed:
-                self._failed = True
-                self._on_failure(error)
-            if self._closed.wait(BEAT_SECONDS if self._stopping is None else BEAT_SECONDS / 10):
+            self._act(self._look, "heartbeat through the store")
+            if not self._closed.is_set():
+                self._act(self._rest, "watch of connections")
+            if self._closed.is_set():
                 break
         self._standing.enter(LEFT, time.monotonic())
         if not self._failed:
             self._look()
+        self.neighbours.close()
+
+    def _act(self, part: Callable[[], RunError | None], operation: str) -> None:
+        """Do a ``part`` of the thread's round, and call ``on_failure`` with the first error."""
+        try:
+            error = part()
+        except Exception as defect:  # noqa: BLE001 (without this thread the others would call this rank silent)
+            error = self._error(CommunicationError, None, operation, repr(defect))
+        if error is not None and not self._failed:
+            self._failed = True
+            self._on_failure(error)
+
+    def _rest(self) -> None:
+        """Wait for the next round, which is due at once when a process has ended."""
+        seconds = BEAT_SECONDS if self._stopping is None else BEAT_SECONDS / 10
+        try:
+            self.neighbours.wait(seconds)
+        except Exception:
+            self._closed.wait(seconds)
+            raise
 
     def _look(self) -> RunError | None:
         """Send a heartbeat and read the others'; return the error that ends this rank's run, if there is one."""
@@ -134,6 +179,8 @@ class Watcher:
         try:
             failed = self.store.run(lambda store: self._meet(store, beat))
         except RuntimeError as problem:  # covers all of torch's errors
+            if ended := self.ended(within=ENDED_SECONDS):  # rank 0's process may have taken the store along
+                return self._error(PeerFailed, ended[0], beat.phase, ended_text(self._number(ended[0])))
             kind = DeadlineExceeded if isinstance(problem, StoreSilent) else CommunicationError
             reason = str(problem).split("] ", 1)[-1].split(". ")[0]
             return self._error(kind, None, "heartbeat through the store", reason)
@@ -156,6 +203,9 @@ class Watcher:
     def _meet(self, store: dist.Store, beat: Beat) -> tuple[int, str] | None:
         """Do one round through the store; return a rank that has failed and why, if there is one."""
         store.set(f"beat/{self._rank}", beat.encode())
+        self.neighbours.meet(store)
+        for rank in self.neighbours.ended:
+            report_ended(store, rank, self._number(rank))
         if self._rank == 0:
             beats = present(store, [f"beat/{rank}" for rank in range(self._world_size)])
             now = time.monotonic()

@@ -19,6 +19,7 @@ from experiments import (
     forked_ranks,
     fuzz,
     kill_anywhere,
+    kill_noticed,
 )
 from experiments.faults import __main__ as faults
 from experiments.faults import stage
@@ -33,6 +34,7 @@ PARSES: list[Parse] = [
     lambda words: bench_ring.parse(words, 2),
     lambda words: bench_pipelined.parse(words, 4),
     lambda words: kill_anywhere.parse(words, by_torchrun=False),
+    lambda words: kill_noticed.parse(words, by_torchrun=False),
 ]
 
 
@@ -79,6 +81,7 @@ def test_kept_results_are_void_when_a_file_of_their_harness_changes(tmp_path: Pa
         (faults, [stage]),
         (fuzz, [cases, job]),
         (kill_anywhere, [forked_ranks]),
+        (kill_noticed, [stage]),
     ],
 )
 def test_the_harness_of_an_experiment_is_itself_and_what_runs_and_judges_the_code(
