@@ -33,7 +33,7 @@ def begin() -> None:
     if not under_torchrun() or _parent is not None:
         return
     _follow_parent()
-    if os.environ.get("LOCAL_RANK") == "0":
+    if is_first_of_machine():
         world_size = os.environ.get("WORLD_SIZE")
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         say(f"starting rank {own_rank()} of {world_size}, which meets the others at {where}")
@@ -42,6 +42,11 @@ def begin() -> None:
 def own_rank() -> str:
     """Return this rank's number as torchrun has set it, before the ranks have met; "0" without torchrun."""
     return os.environ.get("RANK", "0")
+
+
+def is_first_of_machine() -> bool:
+    """Return True on the first rank of each machine that torchrun has started ranks on, and without torchrun."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def under_torchrun() -> bool:
