@@ -33,7 +33,7 @@ def begin() -> None:
     if not under_torchrun() or _parent is not None:
         return
     _follow_parent()
-    if is_first_of_machine():
+    if os.environ.get("LOCAL_RANK") == "0":
         world_size = os.environ.get("WORLD_SIZE")
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         say(f"starting rank {own_rank()} of {world_size}, which meets the others at {where}")
@@ -132,6 +132,14 @@ def let_go(stream: IO[str]) -> int:
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return 0 if under_torchrun() else EXIT_UNREAD
+
+
+def is_terminal(stream: IO[str]) -> bool:
+    """Return True if the stream's file is a terminal that has not hung up."""
+    try:
+        return os.isatty(stream.fileno())
+    except (OSError, ValueError):  # it has no file, or is closed
+        return False
 
 
 def say(line: str) -> None:
