@@ -28,6 +28,7 @@ from pipesgd.errors import (
 from pipesgd.membership.farewell import Farewell
 from pipesgd.membership.heartbeat import no_word_from
 from pipesgd.process import (
+    accept_all_text,
     answer,
     begin,
     claim_the_end,
@@ -137,6 +138,7 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Screen], None], argv: 
     Exit codes: 0 done, 141 done without a reader (``process.let_go``), 2 the input was wrong, 1 the run failed, 130
     Ctrl-C, 143 SIGTERM, 129 SIGHUP, 131 SIGQUIT.
     """
+    accept_all_text()
     code, unread = _run(command, argv, _Signals()), _flush()
     code = code or unread
     if code:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import codecs
 import ctypes
+import io
 import json
 import os
 import signal
@@ -114,8 +116,23 @@ def claim_the_end() -> bool:
     return _the_end.acquire(blocking=False)
 
 
+def accept_all_text() -> None:
+    """Let standard output take any text: bytes of file names as they are, and what its encoding lacks as escapes."""
+
+    def write(error: UnicodeError) -> tuple[str | bytes, int]:
+        try:
+            return codecs.lookup_error("surrogateescape")(error)
+        except UnicodeError:
+            return codecs.lookup_error("backslashreplace")(error)
+
+    codecs.register_error("pipesgd", write)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="pipesgd")
+
+
 def answer(text: str, file: IO[str] | None = None) -> int:
     """Print a text that was asked for, to standard output or ``file``, and return the exit code (``let_go``)."""
+    accept_all_text()
     stream = file or sys.stdout
     try:
         print(text, file=stream, flush=True)

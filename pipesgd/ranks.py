@@ -304,7 +304,7 @@ class Ranks:
             CommunicationError: the store is gone, or hangs.
         """
         try:
-            self._all_attempts.set(f"mark/{name}", "")
+            self._all_attempts.set(_mark(name), "")
         except dist.DistError as failure:
             raise lost(failure, self.rank, None, "note in the store", self.timeout) from failure
 
@@ -315,7 +315,7 @@ class Ranks:
             CommunicationError: the store is gone, or hangs.
         """
         try:
-            return self._all_attempts.check([f"mark/{name}"])
+            return self._all_attempts.check([_mark(name)])
         except dist.DistError as failure:
             raise lost(failure, self.rank, None, "look into the store", self.timeout) from failure
 
@@ -622,3 +622,8 @@ def _local_rank() -> int:
 
 def _local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _mark(name: str) -> str:
+    """Return the key of a mark in the store, whose keys are UTF-8: a path in ``name`` may hold other bytes."""
+    return f"mark/{ascii(name)}"
