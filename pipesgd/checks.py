@@ -101,5 +101,6 @@ def one_of(choices: Sequence[str]) -> str:
 
 def did_you_mean(value: str, choices: Sequence[str]) -> str:
     """Return a clause that names the choice nearest to ``value``, empty if none is near."""
-    near = difflib.get_close_matches(value, choices, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    by_lower = {choice.lower(): choice for choice in reversed(choices)}
+    near = difflib.get_close_matches(value.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[near[0]]}?)" if near else ""

@@ -34,6 +34,7 @@ from pipesgd.errors import UserInputError, warn
 from pipesgd.options import dashed
 from pipesgd.process import answer, own_rank
 from pipesgd.toml_file import read_toml
+from pipesgd.words import check_words
 
 CONFIG_HELP = """
 --config FILE reads options from a TOML file, one `name = value` a line, as --dry-run prints them;
@@ -97,6 +98,7 @@ def parse_as(kind: type[C], command: str, argv: Sequence[str]) -> C:
     for name, everything in (("-h", False), ("--help", False), ("--help-all", True)):
         if name in argv:
             raise HelpRequested(_help(kind, command, everything=everything))
+    check_words(argv, kind())
     out, err = io.StringIO(), io.StringIO()
     try:
         # tyro prints a box and exits, which every rank would do. Rank 0 should print one line instead.
@@ -281,7 +283,8 @@ def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, dict) for item in items):
         raise UserInputError(f"{name} must be a value or a list of them in a config file, and no table; got {value}")
-    return [f"--{name}", *map(str, items)]
+    # As the system gives the arguments: where it does not write UTF-8, a path has other characters.
+    return [f"--{name}", *(os.fsdecode(str(item).encode()) for item in items)]
 
 
 def _current_name(option: str) -> str:
@@ -404,13 +407,7 @@ def _one_line(box: str) -> str:
     """Return the message of tyro's error box, which is a title, a rule, the message, a rule, and hints."""
     lines = [line.strip("│ ") for line in box.splitlines()]
     parts = [" ".join(group) for is_rule, group in itertools.groupby(lines, _is_rule) if not is_rule]
-    message = re.sub(r"^Error parsing \w+: ", "", (parts[1] if len(parts) > 1 else parts[0]).strip())
-    number = re.search(r"--(\S+): (?:invalid literal for int|could not convert string to float).*?('.*')", message)
-    if number:
-        kind = "a whole number" if "int()" in message else "a number"
-        kind += " or auto" if number[1] in AUTO_OPTIONS else ""
-        return f"{number[1]} must be {kind}; got {number[2]}"
-    return message
+    return re.sub(r"^Error parsing \w+: ", "", (parts[1] if len(parts) > 1 else parts[0]).strip())
 
 
 def _is_rule(line: str) -> bool:

@@ -213,7 +213,8 @@ class RunConfig:
     """Seconds of waiting after which rank 0 reports the ranks it waits for, and the interval between reports: at
     least 1."""
     farewell_seconds: float = option(DEFAULT_FAREWELL_SECONDS, at_least=0)
-    """Seconds that the ranks have to write a last checkpoint after Ctrl-C or SIGTERM; 0 ends them at once."""
+    """Seconds that the ranks have to write a last checkpoint after Ctrl-C, SIGTERM, SIGHUP or SIGQUIT; 0 ends them
+    at once."""
     on_nonfinite: str = option("stop", choices=ON_NONFINITE)
     """Reaction to a NaN or an infinity in an averaged gradient: stop (the run) or skip (that update)."""
     check_replicas: int | None = option(None, at_least=1)

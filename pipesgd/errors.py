@@ -10,7 +10,7 @@ PipesgdError
     │   ├── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
     │   └── PeerFailed                         a peer has failed, as it or another rank says
     ├── OutOfStepError                         the ranks are in different calls or iterations
-    ├── StoppedBySignal                        Ctrl-C or SIGTERM ended it in order: exit code 130 or 143
+    ├── StoppedBySignal                        a signal such as Ctrl-C ended it in order: 128 and its number
     ├── NonFiniteGradientError                 NaN or infinity in a gradient
     └── ReplicasDivergedError                  the true weights differ between ranks
 """
@@ -117,7 +117,7 @@ class PeerFailed(CommunicationError):  # noqa: N818 (named as DeadlineExceeded i
 
 
 class StoppedBySignal(RunError):  # noqa: N818 (named after what happened)
-    """The run was stopped by ``signal``, "SIGTERM" or "Ctrl-C", on one of its ranks.
+    """The run was stopped by ``signal``, such as "SIGTERM" or "Ctrl-C", on one of its ranks.
 
     ``without`` is the reason why no farewell checkpoint could be written; None if there is one of ``iteration``.
     ``newest`` is the iteration after which the newest checkpoint was written; None if there is none.

@@ -29,11 +29,12 @@ from pipesgd.membership.farewell import Farewell
 from pipesgd.membership.heartbeat import no_word_from
 from pipesgd.membership.watcher import ENDED_SECONDS
 from pipesgd.process import (
-    EXIT_TERMINATED,
+    accept_all_text,
     answer,
     begin,
     claim_the_end,
     end_if_orphan,
+    is_terminal,
     let_go,
     restarts_left,
     say,
@@ -43,9 +44,15 @@ from pipesgd.process import (
 from pipesgd.ranks import Ranks, join
 from pipesgd.run.console import Screen, screen
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
-SIGNAL_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+SIGNAL_NAMES: dict[int, str] = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP",
+    signal.SIGQUIT: "SIGQUIT",
+}
+"""Signals that ask a rank to stop; it ends with 128 and the signal's number, as shells say."""
 
 SWALLOWED_SECONDS = 0.01
 """Seconds after which a signal whose exception Python has swallowed is sent again."""
@@ -61,47 +68,59 @@ END_SECONDS = 10.0
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Like KeyboardInterrupt, it is not an error of the program."""
+    """A signal arrived that asks to stop. Like KeyboardInterrupt, it is not an error of the program."""
+
+    def __init__(self, number: int = signal.SIGTERM):
+        self.number = number
+        super().__init__(number)
 
 
 class _Signals:
-    """Handlers of Ctrl-C and SIGTERM. The first signal decides how this rank ends, whatever it leads to.
+    """Handlers of the signals that ask to stop. The first one decides how this rank ends, whatever it leads to.
 
     Code that unwinds may fail in turn and hide the signal: an interrupted torch.save raises a RuntimeError. And
     torchrun forwards Ctrl-C to ranks that already have it from the terminal.
     """
 
-    _RAISES: ClassVar[dict[int, type[BaseException]]] = {
-        signal.SIGINT: KeyboardInterrupt,
-        signal.SIGTERM: Terminated,
-    }
-
     def __init__(self) -> None:
-        self.first: type[BaseException] | None = None
+        self.first: int | None = None
         self.ignored = False
         self.farewell = Farewell()
         self._noted = 0.0
-        for number in self._RAISES:
-            signal.signal(number, self._raise)
+        self._terminals = [stream for stream in (sys.stdout, sys.stderr) if is_terminal(stream)]
+        for number in SIGNAL_NAMES:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has asked for that
+                signal.signal(number, self._raise)
         self._report = sys.unraisablehook
         sys.unraisablehook = self._raise_again
 
+    def exception(self) -> BaseException | None:
+        """Return what the first signal has raised; None if there was none."""
+        if self.first is None:
+            return None
+        return KeyboardInterrupt() if self.first == signal.SIGINT else Terminated(self.first)
+
     def _raise(self, number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            for stream in self._terminals:
+                if not is_terminal(stream):  # it has hung up: what a model prints would fail
+                    let_go(stream)
         if self.ignored or self._is_noted(number):
             return
-        self.first = self.first or self._RAISES[number]
-        raise self.first
+        self.first = self.first or number
+        exception = self.exception()
+        assert exception is not None
+        raise exception
 
     def _raise_again(self, unraisable: Any) -> None:
         """Send the signal again if Python has swallowed its exception.
 
         It does so wherever nobody could catch one: in a destructor, or a callback of a weak reference.
         """
-        if self.ignored or unraisable.exc_type is not self.first:
+        if self.ignored or self.first is None or unraisable.exc_type is not type(self.exception()):
             self._report(unraisable)
             return
-        number = next(number for number, kind in self._RAISES.items() if kind is self.first)
-        threading.Timer(SWALLOWED_SECONDS, os.kill, (os.getpid(), number)).start()
+        threading.Timer(SWALLOWED_SECONDS, os.kill, (os.getpid(), self.first)).start()
 
     def _is_noted(self, number: int) -> bool:
         """Return True if the training loop will end with a checkpoint. Takes no lock, since the loop may hold it."""
@@ -118,8 +137,9 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Screen], None], argv: 
     """Join the ranks, run ``command``, and exit.
 
     Exit codes: 0 done, 141 done without a reader (``process.let_go``), 2 the input was wrong, 1 the run failed, 130
-    Ctrl-C, 143 SIGTERM.
+    Ctrl-C, 143 SIGTERM, 129 SIGHUP, 131 SIGQUIT.
     """
+    accept_all_text()
     code, unread = _run(command, argv, _Signals()), _flush()
     code = code or unread
     if code:
@@ -152,7 +172,7 @@ def _run(command: Callable[[Sequence[str], Ranks, Screen], None], argv: Sequence
         if not claim_the_end():
             threading.Event().wait(END_SECONDS)  # another thread reports why this process ends, and ends it
             os._exit(EXIT_FAILED)
-        return _explain(failure if signals.first is None else signals.first(), ranks)
+        return _explain(signals.exception() or failure, ranks)
     return console.exit_code
 
 
@@ -196,7 +216,8 @@ def reason_of(failure: BaseException, ranks: Ranks | None) -> str:
     if isinstance(failure, KeyboardInterrupt):
         text = f"interrupted by Ctrl-C{_where(ranks)}"
     if isinstance(failure, Terminated):
-        text = f"told to stop (SIGTERM){_where(ranks)}: another rank has failed, or somebody has stopped the job"
+        name = SIGNAL_NAMES[failure.number]
+        text = f"told to stop ({name}){_where(ranks)}: another rank has failed, or somebody has stopped the job"
     return text if text.startswith("rank ") else f"rank {0 if ranks is None else ranks.rank}: {text}"
 
 
@@ -219,7 +240,7 @@ def _explained(failure: BaseException, ranks: Ranks | None) -> int:
         where = _where(ranks)
         if rank == 0:
             say(f"interrupted{where}" + ("; --resume continues from the last checkpoint" if where else ""))
-        return EXIT_INTERRUPTED
+        return 128 + signal.SIGINT
     if isinstance(failure, StoppedBySignal):
         # A parameter server on a rank of its own writes no checkpoint, and knows of none.
         serves = ranks is not None and 0 < ranks.standing.farewell.members <= rank
@@ -230,7 +251,7 @@ def _explained(failure: BaseException, ranks: Ranks | None) -> int:
         write_error_file(str(failure), "", cause=not serves)
         if ranks is not None:
             ranks.wait_until_all_have_spoken()
-        return EXIT_INTERRUPTED if failure.signal == SIGNAL_NAMES[signal.SIGINT] else EXIT_TERMINATED
+        return 128 + next((number for number, name in SIGNAL_NAMES.items() if name == failure.signal), signal.SIGTERM)
     if isinstance(failure, UserInputError) and (ranks is None or failure.known_to_all):
         if rank == 0 or isinstance(failure, DisagreementError):
             say(f"error: {failure}")
@@ -253,7 +274,7 @@ def _explained(failure: BaseException, ranks: Ranks | None) -> int:
     if ranks is not None:
         _hear_the_others(ranks, text, failure, known=list(silent))
     if isinstance(failure, Terminated):
-        return EXIT_TERMINATED
+        return 128 + failure.number
     return EXIT_BAD_INPUT if isinstance(failure, UserInputError) else EXIT_FAILED
 
 

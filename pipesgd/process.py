@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import codecs
 import ctypes
+import io
 import json
 import os
 import re
@@ -47,6 +49,11 @@ def begin() -> None:
 def own_rank() -> str:
     """Return this rank's number as torchrun has set it, before the ranks have met; "0" without torchrun."""
     return os.environ.get("RANK", "0")
+
+
+def is_first_of_machine() -> bool:
+    """Return True on the first rank of each machine that torchrun has started ranks on, and without torchrun."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def under_torchrun() -> bool:
@@ -191,8 +198,23 @@ def claim_the_end() -> bool:
     return _the_end.acquire(blocking=False)
 
 
+def accept_all_text() -> None:
+    """Let standard output take any text: bytes of file names as they are, and what its encoding lacks as escapes."""
+
+    def write(error: UnicodeError) -> tuple[str | bytes, int]:
+        try:
+            return codecs.lookup_error("surrogateescape")(error)
+        except UnicodeError:
+            return codecs.lookup_error("backslashreplace")(error)
+
+    codecs.register_error("pipesgd", write)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="pipesgd")
+
+
 def answer(text: str, file: IO[str] | None = None) -> int:
     """Print a text that was asked for, to standard output or ``file``, and return the exit code (``let_go``)."""
+    accept_all_text()
     stream = file or sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -209,6 +231,14 @@ def let_go(stream: IO[str]) -> int:
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return 0 if under_torchrun() else EXIT_UNREAD
+
+
+def is_terminal(stream: IO[str]) -> bool:
+    """Return True if the stream's file is a terminal that has not hung up."""
+    try:
+        return os.isatty(stream.fileno())
+    except (OSError, ValueError):  # it has no file, or is closed
+        return False
 
 
 def say(line: str) -> None:

@@ -330,7 +330,7 @@ class Ranks:
             CommunicationError: the store is gone, or hangs.
         """
         try:
-            self._all_attempts.set(f"mark/{name}", "")
+            self._all_attempts.set(_mark(name), "")
         except dist.DistError as failure:
             raise self._store_lost(failure, "note in the store") from failure
 
@@ -341,7 +341,7 @@ class Ranks:
             CommunicationError: the store is gone, or hangs.
         """
         try:
-            return self._all_attempts.check([f"mark/{name}"])
+            return self._all_attempts.check([_mark(name)])
         except dist.DistError as failure:
             raise self._store_lost(failure, "look into the store") from failure
 
@@ -659,3 +659,8 @@ def _check_group(group: Any) -> None:
         raise UserInputError(f"process_group must be a group of torch.distributed; got {type(group).__name__}")
     if group not in dist.distributed_c10d._world.pg_map:
         raise UserInputError("process_group must be a group of torch.distributed that exists; got a destroyed one")
+
+
+def _mark(name: str) -> str:
+    """Return the key of a mark in the store, whose keys are UTF-8: a path in ``name`` may hold other bytes."""
+    return f"mark/{ascii(name)}"

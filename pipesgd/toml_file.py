@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd.errors import UserInputError
+from timing_model.toml_io import decode_toml
 
 MOST_BYTES = 16 * 1024
 """Largest size of a file in bytes: tomllib takes very long for some longer ones."""
@@ -23,7 +24,7 @@ def read_toml(option: str, path: Path) -> dict[str, Any]:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise UserInputError(f"{option} must have at most {MOST_BYTES} bytes; got a longer file: {path}")
-        return tomllib.loads(content.decode())
+        return tomllib.loads(decode_toml(content))
     except OSError as error:
         raise UserInputError(f"{option} must be a readable file; got {path}: {error.strerror}") from None
     except RecursionError:

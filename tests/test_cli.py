@@ -38,7 +38,7 @@ from timing_model.schedules import ALL_REDUCES
         ("--width 1.5", "width must be a whole number or auto; got '1.5'"),
         ("--width 1000000", "width must be at most 64, since every unit costs a copy of the gradient; got 1000000"),
         ("--width two", "width must be a whole number or auto; got 'two'"),
-        ("--width", "Missing value for argument '--width'. Expected 1 values."),
+        ("--width", "width must have a value; got none"),
         ("--width 2 --width 3", "width must be given once; got it 2 times"),
         ("--widht 2", "every option must be one that --help-all lists; got --widht (did you mean width?)"),
         (
@@ -49,7 +49,7 @@ from timing_model.schedules import ALL_REDUCES
             "--num_workers 2",
             "every option must be one that --help-all lists; got --num-workers (did you mean loader-workers?)",
         ),
-        ("width", "Unrecognized options: width"),
+        ("width", "every option must begin with --; got 'width' (did you mean --width?)"),
         ("--warmup-iterations -5", "warmup-iterations must be at least 0; got -5"),
         ("--lr fast", "lr must be a number; got 'fast'"),
         ("--lr nan", "lr must be above 0; got nan"),

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import sys
 import textwrap
 from pathlib import Path
 
@@ -18,7 +20,10 @@ from pipesgd.train import report_failure
 pytestmark = pytest.mark.slow
 
 INTERRUPTED = (130, "interrupted\n")
-TERMINATED = (143, "error: rank 0: told to stop (SIGTERM): another rank has failed, or somebody has stopped the job\n")
+TERMINATED, HUNG_UP, QUIT = (
+    (code, f"error: rank 0: told to stop ({name}): another rank has failed, or somebody has stopped the job\n")
+    for name, code in (("SIGTERM", 143), ("SIGHUP", 129), ("SIGQUIT", 131))
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,10 @@ TERMINATED = (143, "error: rank 0: told to stop (SIGTERM): another rank has fail
         ("SIGTERM", "pass", TERMINATED),
         ("SIGTERM", "raise RuntimeError('unexpected pos 64 vs 0')", TERMINATED),
         ("SIGTERM", "os.kill(os.getpid(), signal.SIGINT)", TERMINATED),
+        ("SIGHUP", "pass", HUNG_UP),
+        ("SIGHUP", "os.kill(os.getpid(), signal.SIGTERM)", HUNG_UP),  # systemd sends both
+        ("SIGQUIT", "raise RuntimeError('unexpected pos 64 vs 0')", QUIT),
+        ("SIGTERM", "os.kill(os.getpid(), signal.SIGHUP)", TERMINATED),
     ],
 )
 def test_the_first_signal_says_how_a_rank_ends(
@@ -51,7 +60,7 @@ def test_the_first_signal_says_how_a_rank_ends(
     assert _run(script, tmp_path) == end
 
 
-@pytest.mark.parametrize(("told", "end"), [("SIGINT", INTERRUPTED), ("SIGTERM", TERMINATED)])
+@pytest.mark.parametrize(("told", "end"), [("SIGINT", INTERRUPTED), ("SIGTERM", TERMINATED), ("SIGHUP", HUNG_UP)])
 def test_a_signal_whose_exception_python_swallows_ends_a_rank_all_the_same(
     told: str, end: tuple[int, str], tmp_path: Path
 ) -> None:
@@ -73,25 +82,79 @@ def test_a_signal_whose_exception_python_swallows_ends_a_rank_all_the_same(
     assert _run(script, tmp_path) == end
 
 
-def test_a_single_rank_says_what_a_signal_does_and_ends_when_the_farewell_takes_too_long(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("told", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGQUIT", 131)])
+def test_a_single_rank_says_what_a_signal_does_and_ends_when_the_farewell_takes_too_long(
+    told: str, code: int, tmp_path: Path
+) -> None:
     """The first signal used to be without effect until the next iteration, and without a word."""
-    script = """
+    script = f"""
         import os, signal, threading
         from pipesgd.exit import run_and_exit
 
         def command(words, ranks, console):
             ranks.standing.farewell.open(members=1, start=0, seconds=0.2)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.{told})
             threading.Event().wait(60)
 
         run_and_exit(command, [])
     """
     said = (
-        "SIGTERM: all ranks write a checkpoint and stop; a second one ends them at once\n"
-        "stopped by SIGTERM without a farewell checkpoint, since 0.2 s were not enough for it; "
+        f"{told}: all ranks write a checkpoint and stop; a second one ends them at once\n"
+        f"stopped by {told} without a farewell checkpoint, since 0.2 s were not enough for it; "
         "there is no checkpoint yet\n"
     )
-    assert _run(script, tmp_path) == (143, said)
+    assert _run(script, tmp_path) == (code, said)
+
+
+def test_a_hang_up_that_nohup_has_asked_to_ignore_stays_ignored(tmp_path: Path) -> None:
+    script = """
+        import os, signal
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        from pipesgd.exit import run_and_exit
+
+        def command(words, ranks, console):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+        run_and_exit(command, [])
+    """
+    assert _run(script, tmp_path) == (0, "")
+
+
+def test_a_terminal_that_hangs_up_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP then, and whatever is written to the terminal fails, the progress bar included."""
+    words = "--hidden-sizes 8 --iterations 1000000 --output run".split()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-m", "pipesgd.train", *words])
+    shown = b""
+    try:
+        while b"loss " not in shown:
+            shown += os.read(terminal, 4096)
+    finally:
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129, shown.decode()
+    [checkpoint] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name.startswith("iteration-")
+
+
+def test_a_run_continues_when_its_output_cannot_be_written(tmp_path: Path) -> None:
+    script = """
+        import os
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        from pathlib import Path
+        from pipesgd.exit import run_and_exit
+        from pipesgd.run.console import say
+
+        def command(words, ranks, console):
+            say(console, "one", "another")
+            Path("done").touch()
+
+        run_and_exit(command, [])
+    """
+    warning = "warning: standard output cannot be written any more (No space left on device): the run continues"
+    assert _run(script, tmp_path) == (141, f"{warning} without it\n")
+    assert (tmp_path / "done").exists()
 
 
 def test_a_rank_whose_terminal_is_gone_says_its_error_and_ends(tmp_path: Path) -> None:

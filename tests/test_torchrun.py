@@ -247,6 +247,14 @@ def terminate(job: Job) -> None:
     job.process.terminate()  # torchrun passes it on to all ranks
 
 
+def hang_up(job: Job) -> None:
+    os.kill(job.pid, signal.SIGHUP)  # as an SSH session that is closed does; torchrun passes it on to all ranks
+
+
+def quit_all(job: Job) -> None:
+    os.killpg(job.pid, signal.SIGQUIT)
+
+
 def terminate_one(job: Job) -> None:
     os.kill(job.rank_pids()[1], signal.SIGTERM)
 
@@ -256,6 +264,8 @@ def terminate_one(job: Job) -> None:
     [
         (interrupt, "Ctrl-C", f"{LONG} --loader-workers 1"),  # processes that get the signal, too
         (terminate, "SIGTERM", LONG),
+        (hang_up, "SIGHUP", f"{LONG} --loader-workers 1"),
+        (quit_all, "SIGQUIT", f"{LONG} --loader-workers 1"),
         (terminate_one, "SIGTERM", LONG),
     ],
 )

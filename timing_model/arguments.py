@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from timing_model.checks import did_you_mean
 from timing_model.units import MOST
 
 FORMER_NAMES = {"--cards": "--nics"}
 FORMER_VALUES = {("--server-placement", "beside"): "colocated", ("--server-placement", "own"): "dedicated"}
 """Names and values of options in the previous version, which this one still accepts, and what they are called now."""
+OTHER_NAMES = {
+    **dict.fromkeys(("--nodes", "--gpus", "--ranks", "--workers", "--nproc", "--machines"), "--world-size"),
+    **dict.fromkeys(("--rate", "--bw"), "--bandwidth"),
+    "--params": "--parameters",
+}
+"""Names that users try for our options, where the spelling alone gives no hint."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,8 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if found := re.match(r"unrecognized arguments: (\S+)", message):
-            names = [name for action in self._actions for name in action.option_strings]
-            raise ValueError(f"every option must be one that --help lists; got {found[1]}{_nearest(found[1], names)}")
+            raise self._unknown(found[1])
         if found := re.match(r"argument --([\w-]+): (?:\1 )?(.*)", message):
             what = "must have a value; got none" if found[2].startswith("expected") else found[2]
             raise ValueError(f"{found[1]} {what}")
@@ -45,7 +50,36 @@ class Parser(argparse.ArgumentParser):
         for name in names:
             if names.count(name) > 1:  # do not guess which of the values was meant
                 raise ValueError(f"{name[2:]} must be given once; got it {names.count(name)} times")
+        self._check_words(joined)
         return self.parse_args(joined)
+
+    def _check_words(self, argv: Sequence[str]) -> None:
+        """Raise ``ValueError`` for an unknown option, or one with more words than it takes: argparse names others."""
+        takes = {name: action.nargs for action in self._actions for name in action.option_strings}
+        name, words = "", list[str]()
+        for argument in argv:
+            if argument.startswith("--"):
+                name, words = argument.partition("=")[0], argument.split("=", 1)[1:]
+                if name not in takes:
+                    raise self._unknown(name)
+                if words == [""]:
+                    raise ValueError(f"{name[2:]} must have a value; got none")
+                continue
+            words.append(argument)
+            if name and takes[name] is None and argument == "":
+                raise ValueError(f"{name[2:]} must have a value; got none")
+            if name and takes[name] is None and len(words) == 2 and re.fullmatch(r"[\d.]+", words[0]):
+                raise ValueError(
+                    f"{name[2:]} must have one value; got {' '.join(words)!r} (did you mean {''.join(words)}?)"
+                )
+            if not name or takes[name] == 0 or (takes[name] is None and len(words) > 1):
+                raise self._unknown(argument)
+
+    def _unknown(self, name: str) -> ValueError:
+        names = [name for action in self._actions for name in action.option_strings]
+        other = OTHER_NAMES.get(name)
+        near = f" (did you mean {other}?)" if other in names else did_you_mean(name, names)
+        return ValueError(f"every option must be one that --help lists; got {name}{near}")
 
     def _with_current_name(self, argument: str, before: str) -> str:
         """Return ``argument`` under its current name, with a hint on stderr if that is another one."""
@@ -104,8 +138,3 @@ def number_of(least: float, below: float = 1e9) -> Callable[[str], float]:
         return value
 
     return number
-
-
-def _nearest(got: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(got, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""

@@ -24,9 +24,14 @@ def check_above_0(name: str, value: float) -> None:
 def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ``ValueError``, which names the nearest choice, unless ``value`` is one of ``choices``."""
     if value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value}{hint}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value}{did_you_mean(value, choices)}")
+
+
+def did_you_mean(value: str, choices: Sequence[str]) -> str:
+    """Return a clause that names the choice nearest to ``value``, empty if none is near."""
+    by_lower = {choice.lower(): choice for choice in reversed(choices)}
+    near = difflib.get_close_matches(value.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[near[0]]}?)" if near else ""
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:

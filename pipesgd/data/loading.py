@@ -221,19 +221,20 @@ def _begin(loader: DataLoader[Any]) -> Iterator[Loaded]:
         filterwarnings("ignore", "Got pickle error")  # the error itself follows
         if not loader.num_workers:
             return iter(loader)
-        with _without_ctrl_c():
+        with _without_signals_of_a_terminal():
             return iter(loader)
 
 
 @contextmanager
-def _without_ctrl_c() -> Iterator[None]:
+def _without_signals_of_a_terminal() -> Iterator[None]:
     """Start processes that are never interrupted. This process is, a moment later.
 
-    A terminal sends Ctrl-C to the worker processes, too, while the rank needs more batches for its last iterations.
-    They inherit from this thread which signals are blocked, so that not even their start is interrupted.
+    A terminal sends Ctrl-C to the worker processes, too, and SIGHUP when it hangs up, while the rank needs more batches
+    for its last iterations. They inherit from this thread which signals are blocked, so that not even their start is
+    interrupted.
     """
     resource_tracker.ensure_running()  # its start would let the signal through again
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
     try:
         yield
     finally:

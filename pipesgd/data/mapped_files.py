@@ -59,7 +59,7 @@ def _mapped(path: Path) -> Bytes:
 
 def _unpacked(path: Path) -> Bytes:
     state = path.stat()
-    name = hashlib.sha256(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()
+    name = hashlib.sha256(os.fsencode(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}")).hexdigest()
     if (shared := _intact(name)) is not None:
         return shared
     content = _unzip(path)

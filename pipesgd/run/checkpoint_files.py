@@ -96,7 +96,8 @@ def read_file(path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
     if problem := what_is_wrong_with(path):
         raise UnusableCheckpointError(f"{path} is {problem}")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:  # torch itself opens no path that is not UTF-8
+            found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as failure:  # noqa: BLE001 (a damaged or crafted archive raises nearly anything)
         # torch explains at length how to load the file anyway, which nobody should.
         _, _, cause = str(failure).rpartition("WeightsUnpickler error: ")

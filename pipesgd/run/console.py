@@ -43,9 +43,18 @@ class Screen(Console):
 
     def on_broken_pipe(self) -> None:
         """Print nothing any more, and say so on stderr; the base class would end this process."""
+        self._let_go("nobody reads standard output any more")
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as failure:  # a terminal that has hung up, or a full disk
+            self._let_go(f"standard output cannot be written any more ({failure.strerror})")
+
+    def _let_go(self, why: str) -> None:
         self.quiet = True
         self.exit_code = let_go(self.file)
-        warn("nobody reads standard output any more: the run continues without it")
+        warn(f"{why}: the run continues without it")
 
 
 def screen(ranks: Ranks, file: IO[str] | None = None) -> Screen:

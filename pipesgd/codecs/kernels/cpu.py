@@ -23,6 +23,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from pipesgd.codecs.kernels.kept import keep
 from pipesgd.codecs.kernels.kinds import ABSMAX, BF16, FP16, NORM
 
 # Scalars of fixed width: numba would compute in 64 bits.
@@ -70,7 +71,7 @@ def _from_half(context: Any, x: Any) -> Any:
 
 
 def _kernel(function: Any) -> Any:
-    return njit(nogil=True, cache=True, error_model="numpy")(function)
+    return keep(njit(nogil=True, error_model="numpy")(function))
 
 
 # --- Passes over one block -------------------------------------------------------------------------------------------

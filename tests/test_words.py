@@ -1,0 +1,88 @@
+"""Every option of the commands with values that it cannot have: one line, and exit code 2."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from pipesgd.calibration.options import CalibrateConfig
+from pipesgd.cli import parse, parse_as
+from pipesgd.config import TrainConfig
+from pipesgd.errors import UserInputError
+from pipesgd.exit import _explain
+
+BAD = ("abc", "1.5", "10k", "", "1e3", "--", "a b")
+"""Values; "--" stands for none, and two words with a space between them are two values."""
+RAW = ("NoneType", "Error parsing", "Got errors", "Unrecognized", "Missing value", "invalid literal", "instantiated")
+"""Words of libraries' own messages."""
+PARSERS = {"train": parse, "calibrate": functools.partial(parse_as, CalibrateConfig, "calibrate")}
+
+
+def answer(read: Callable[[Sequence[str]], Any], words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the line that refuses these words; empty if they are accepted."""
+    try:
+        read(words)
+    except UserInputError as error:
+        assert _explain(error, None) == 2
+        said = capsys.readouterr().err
+        assert said == f"error: {error}\n"
+        assert not any(word in said for word in RAW), said
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize(("command", "kind"), [("train", TrainConfig), ("calibrate", CalibrateConfig)])
+def test_every_option_answers_a_bad_value_in_one_line(
+    command: str, kind: type[Any], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = kind().options()
+    assert len(options) > 30
+    for name, default in options.items():
+        words = [f"--{name}"] if value == "--" else [f"--{name}", *value.split(" ")]
+        said = answer(PARSERS[command], words, capsys)
+        assert said or (value in ("1.5", "1e3", "abc", "10k", "--")), f"{words} was accepted"
+        is_flag = isinstance(default, bool)
+        if value in ("", "--") and not is_flag:
+            assert said == f"{name} must have a value; got none"
+        elif is_flag and value not in ("", "--"):
+            assert said.startswith(f"{name} must have no value; got ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--iterations 10k", "iterations must be a whole number; got '10k' (did you mean 10000?)"),
+        ("--iterations 1.5M", "iterations must be a whole number; got '1.5M' (did you mean 1500000?)"),
+        ("--checkpoint-iterations 1e3", "checkpoint-iterations must be a whole number; got '1e3' (did you mean 1000?)"),
+        ("--batch-size 1,024", "batch-size must be a whole number; got '1,024' (did you mean 1024?)"),
+        ("--epochs 1.5", "epochs must be a whole number; got '1.5'"),
+        ("--loader-workers two", "loader-workers must be a whole number; got 'two'"),
+        ("--hidden-sizes 1k 10", "hidden-sizes must be a whole number; got '1k' (did you mean 1000?)"),
+        ("--clip-norm abc", "clip-norm must be a number; got 'abc'"),
+        ("--lr 0,1", "lr must be a number; got '0,1' (did you mean 0.1?)"),
+        ("--lr", "lr must have a value; got none"),
+        ("--lr --trace", "lr must have a value; got none"),
+        ("--output=", "output must have a value; got none"),
+        ("--lr 0.1 0.2", "lr must have one value; got 2: 0.1 0.2"),
+        ("--width 10k", "width must be a whole number or auto; got '10k' (did you mean 10000?)"),
+        ("--resume runs/a", "resume must have no value; got 'runs/a' (did you mean --output runs/a --resume?)"),
+        ("--resume=runs/a", "resume must have no value; got 'runs/a' (did you mean --output runs/a --resume?)"),
+        ("--trace true", "trace must have no value; got 'true' (leave true out, or --trace)"),
+        ("--trace yes", "trace must have no value; got 'yes'"),
+        ("runs/a", "every option must begin with --; got 'runs/a'"),
+        ("lr 0.1", "every option must begin with --; got 'lr' (did you mean --lr?)"),
+        ("-lr 0.1", "every option must be one that --help-all lists; got -lr (did you mean lr?)"),
+        ("--lr -x", "every option must be one that --help-all lists; got -x"),
+    ],
+)
+def test_the_line_names_what_was_meant(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(parse, words.split(), capsys) == message
+
+
+@pytest.mark.parametrize(("value", "near"), [("INT8", "int8"), ("Int4", "int4"), ("PowerSGD", "powersgd")])
+def test_a_name_in_other_capitals_is_near(value: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(parse, ["--codec", value], capsys).endswith(f"got {value!r} (did you mean {near}?)")
