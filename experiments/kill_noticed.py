@@ -87,7 +87,7 @@ class Noticed:
     ended_after_ms: float
     """Milliseconds from the kill to the kernel's end of the process."""
     operation: str
-    """What the first survivor to speak was doing."""
+    """Phase of the first survivor to speak."""
     by_connection: bool
     """True if that one lost a connection in an all-reduce; else it had none in use."""
     named_by: int

@@ -14,7 +14,7 @@ from pipesgd.options import dashed
 from timing_model.units import parse_count
 
 _TAKES_A_PATH = {"resume": "--output {value} --resume", "overwrite": "--output {value} --overwrite"}
-"""What was meant where another trainer's flag of this name has a value."""
+"""Options that were meant where another trainer's flag of this name has a value."""
 
 
 def check_words(argv: Sequence[str], config: Any) -> None:

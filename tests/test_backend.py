@@ -180,7 +180,7 @@ def test_all_but_large_sums_is_what_gloo_does() -> None:
 OPERATIONS = {name: of_torch for name, of_torch in HANDED_ON.items() if hasattr(dist.ProcessGroup, of_torch)}
 """The operations that are handed on and that this torch has, by the names that it looks for in the class."""
 LACKED = ("start_coalescing", "end_coalescing")
-"""Those of them that gloo itself refuses."""
+"""Operations among them that gloo itself refuses."""
 NO_OPERATIONS = {
     *("abort", "getBackendName", "getRank", "getSize", "mergeRemoteGroup", "splitGroup"),
     *("getGroupDesc", "getGroupName", "setGroupDesc", "setGroupName"),

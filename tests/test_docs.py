@@ -102,7 +102,7 @@ def test_examples_give_what_they_say() -> None:
 
 ELSEWHERE = {
     *("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "max-restarts"),  # torchrun's
-    *("rdzv-backend", "rdzv-conf", "rdzv-endpoint", "local-addr"),
+    *("rdzv-backend", "rdzv-conf", "rdzv-endpoint", "local-addr", "signals-to-handle"),
     *("nodes", "rate", "loss", "slow-node", "only", "quick", "finished"),  # of experiments
     *("help", "help-all", "config", "logdir"),  # of all; TensorBoard's
     *("streams", "cards"),  # former names

@@ -151,7 +151,7 @@ class Table:
 
 
 def decode_toml(content: bytes) -> str:
-    """Return the text of a TOML file, without the mark that some editors put in front. Raises ``ValueError``.
+    r"""Return the text of a TOML file, without the mark that some editors put in front. Raises ``ValueError``.
 
     >>> decode_toml(b"\xef\xbb\xbfa = 1"), decode_toml("a = 1".encode("utf-16"))
     Traceback (most recent call last):

@@ -1,8 +1,8 @@
-"""What others do with parameters that hold predicted weights: writes that will be lost, and values computed from them.
+"""Notices of writes to predicted weights, which will be lost; and values that torch keeps of weights, dropped.
 
 A change in place counts up a parameter's version, which is looked at whenever predicted weights leave. A write through
 ``.data`` counts nothing up, so now and then a sum of the bits is compared, too: in iterations 1, 2, 4, 8, ..., which
-takes next to no time, and notices a habit of the loop before it has gone on for longer than the training before it.
+takes next to no time, and notices a habit of the loop by the time that it is as old as the training was before it.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class SwappedWeights:
         self.exchanged: Callable[[], None] = lambda: None
         """Function that is called when the parameters have been given other weights."""
         self.notices = Notices(parameters)
-        """What notices writes to predicted weights, which are lost."""
+        """Notices of writes to predicted weights, which are lost."""
 
     @property
     def are_predicted(self) -> bool:

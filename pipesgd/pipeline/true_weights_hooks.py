@@ -171,7 +171,7 @@ class ChangeOfMode:
         self._module = module
         self._name = name
         self._before = vars(module).get(name)
-        """What the module itself had there."""
+        """Attribute of this name that the module itself had; None if it was its class's."""
         self._change: Callable[..., Any] = getattr(module, name)
         vars(module)[name] = self
 
