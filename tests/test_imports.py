@@ -32,7 +32,19 @@ FLOORS = [
     {"strategy", "reducers", "optim"},
     {"pipeline", "baselines"},
     {"strategies", "run", "calibration", "planning"},
-    {"cli", "words", "exit", "train", "calibrate", "__main__", "ddp", "backend", "lightning", "accelerate", "transformers"},
+    {
+        "cli",
+        "words",
+        "exit",
+        "train",
+        "calibrate",
+        "__main__",
+        "ddp",
+        "backend",
+        "lightning",
+        "accelerate",
+        "transformers",
+    },
 ]
 """Rooms of pipesgd/, from the lowest floor up: each imports from its own floor and those below, never in a circle."""
 
