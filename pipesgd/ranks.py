@@ -626,4 +626,4 @@ def _local_world_size() -> int:
 
 def _mark(name: str) -> str:
     """Return the key of a mark in the store, whose keys are UTF-8: a path in ``name`` may hold other bytes."""
-    return f"mark/{ascii(name)}"
+    return f"mark/{name!a}"

@@ -51,7 +51,9 @@ def _check(name: str, hint: Any, words: list[str], known: Sequence[str]) -> None
         raise UserInputError(f"every option must begin with --; got {words[0]!r}{near}")
     if hint is bool or hint is None:
         if words:
-            raise UserInputError(f"{name} must have no value; got {words[0]!r}{_meant_by_a_flag(name, words[0], known)}")
+            raise UserInputError(
+                f"{name} must have no value; got {words[0]!r}{_meant_by_a_flag(name, words[0], known)}"
+            )
         return
     several = get_origin(hint) is tuple
     if not words or words == [""]:
