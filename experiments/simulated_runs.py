@@ -23,6 +23,7 @@ from experiments.kept_runs import KeptRuns
 from experiments.late_layers import late_layers, not_in
 from experiments.predictions import COMPARED
 from experiments.results import code_state
+from experiments.simulated_options import check_simulated
 from experiments.simulation import SimulatedLocalSteps, SimulatedRanks
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
@@ -78,13 +79,18 @@ class Planned(ABC):
 
 
 def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -> Run:
-    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``."""
+    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``.
+
+    Raises:
+        UserInputError: an option is wrong, or one that simulated ranks do not follow.
+    """
     begin, commit = time.perf_counter(), code_state()
     arguments, compared = compared_prediction(shlex.split(words))
     arguments, late = late_layers(arguments)
     config = parse_training(arguments)
+    check_simulated(config, late)
     iterations = config.optimization.iterations
-    assert iterations is not None
+    assert iterations is not None  # checked
     torch.manual_seed(config.optimization.seed)
     data, model = make_workload(config)
     torch.manual_seed(config.optimization.seed * world_size)
@@ -92,12 +98,10 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
     if config.pipeline.in_windows:
         assert compared is None, "each rank predicts with its own movement"
-        assert late is None, "windows are late as a whole"
         training = _train_by_windows(config, model, batches, iterations, world_size)
     else:
         training = _train(config, model, batches, iterations, world_size, compared, late)
     every = config.run.evaluate_iterations
-    assert not every or every % config.pipeline.local_steps == 0, "evaluations within windows are not simulated"
     losses: list[float] = []
     points: list[list[float]] = []
     try:
@@ -157,9 +161,9 @@ def _train(
     late: list[str] | None,
 ) -> Iterator[float]:
     """Train ``model`` by exchanges of gradients, and yield the mean loss of each iteration."""
-    pipeline = config.pipeline
-    optimizer = build_optimizer(config.optimization, model)
-    schedule = build_schedule(config.optimization, optimizer, iterations)
+    pipeline, optimization = config.pipeline, config.optimization.for_ranks(world_size)
+    optimizer = build_optimizer(optimization, model)
+    schedule = build_schedule(optimization, optimizer, iterations)
     ranks = SimulatedRanks(
         model,
         optimizer,
@@ -168,6 +172,8 @@ def _train(
         warmup_iterations=pipeline.warmup_iterations,
         prediction=compared or pipeline.prediction,
         guard=pipeline.guard,
+        clip_norm=optimization.clip_norm,
+        clip_value=optimization.clip_value,
         codec=config.compression.codec,
         fresh=() if late is None else not_in(late, model),
     )
@@ -185,10 +191,9 @@ def _train_by_windows(
     world_size: int,
 ) -> Iterator[float]:
     """Train ``model`` by local steps, and yield the mean loss of each iteration after its window."""
-    pipeline = config.pipeline
-    assert (pipeline.warmup_iterations, pipeline.average_state) == (0, False), "not simulated"
-    optimizers = [build_optimizer(config.optimization, model) for _ in range(world_size)]
-    schedules = [build_schedule(config.optimization, optimizer, iterations) for optimizer in optimizers]
+    pipeline, optimization = config.pipeline, config.optimization.for_ranks(world_size)
+    optimizers = [build_optimizer(optimization, model) for _ in range(world_size)]
+    schedules = [build_schedule(optimization, optimizer, iterations) for optimizer in optimizers]
     ranks = SimulatedLocalSteps(
         model,
         optimizers,
@@ -197,6 +202,8 @@ def _train_by_windows(
         outer_momentum=pipeline.outer_momentum,
         moving_rate=pipeline.moving_rate,
         width=pipeline.width,
+        clip_norm=optimization.clip_norm,
+        clip_value=optimization.clip_value,
         codec=config.compression.codec,
         fragments=pipeline.fragments,
     )

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 

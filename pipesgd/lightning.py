@@ -292,7 +292,8 @@ def _served() -> list[str]:
     installed = [name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]) is not None]
     if not installed:
         raise UserInputError(
-            'pytorch-lightning must be installed for pipesgd.lightning: pip install "pipesgd[lightning]"'
+            "pytorch-lightning must be installed for pipesgd.lightning: "
+            'pip install "pytorch-lightning>=2.5,!=2.6.2,!=2.6.3"'
         )
     served = [name for name in sys.modules if name in installed] or installed[:1]
     for name in served:

@@ -663,4 +663,4 @@ def _check_group(group: Any) -> None:
 
 def _mark(name: str) -> str:
     """Return the key of a mark in the store, whose keys are UTF-8: a path in ``name`` may hold other bytes."""
-    return f"mark/{ascii(name)}"
+    return f"mark/{name!a}"

@@ -303,7 +303,7 @@ class Run:
         """Run all remaining iterations.
 
         Raises:
-            StoppedBySignal: Ctrl-C, SIGTERM, SIGHUP or SIGQUIT on any rank; a checkpoint was written if that was possible.
+            StoppedBySignal: a signal asked any rank to stop; a checkpoint was written if that was possible.
             RunError: the run failed.
         """
         job, config, ranks = self.job, self.job.config, self.job.ranks

@@ -14,7 +14,8 @@ try:
     from transformers import TrainerCallback
 except ImportError as failure:
     raise UserInputError(
-        f'transformers must be installed for pipesgd.transformers: pip install "pipesgd[transformers]"; got {failure}'
+        "transformers must be installed for pipesgd.transformers: "
+        f'pip install "transformers>=5.24" "accelerate>=1.15"; got {failure}'
     ) from failure
 check_version("transformers", "5.24", "pipesgd.transformers")
 

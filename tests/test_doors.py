@@ -25,13 +25,15 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         (
             "import importlib.util; importlib.util.find_spec = lambda name: None",
             "lightning",
-            'pytorch-lightning must be installed for pipesgd.lightning: pip install "pipesgd[lightning]"',
+            "pytorch-lightning must be installed for pipesgd.lightning: "
+            'pip install "pytorch-lightning>=2.5,!=2.6.2,!=2.6.3"',
         ),
         (
             "import sys; sys.modules['transformers'] = None",
             "transformers",
-            'transformers must be installed for pipesgd.transformers: pip install "pipesgd[transformers]"; got import '
-            "of transformers halted; None in sys.modules",
+            "transformers must be installed for pipesgd.transformers: "
+            'pip install "transformers>=5.24" "accelerate>=1.15"; got import of transformers halted; '
+            "None in sys.modules",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_hang_up_that_nohup_has_asked_to_ignore_stays_ignored(tmp_path: Path) 
 
 def test_a_terminal_that_hangs_up_leaves_a_checkpoint(tmp_path: Path) -> None:
     """The kernel sends SIGHUP then, and whatever is written to the terminal fails, the progress bar included."""
-    words = "--hidden-sizes 8 --iterations 1000000 --output run".split()
+    words = ["--hidden-sizes", "8", "--iterations", "1000000", "--output", "run"]
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)

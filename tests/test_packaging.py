@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -34,6 +35,26 @@ def test_a_source_distribution_has_what_the_readme_names() -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     linked = {link.split("/")[0].split("#")[0] for link in re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme)}
     assert linked <= set(included)
+
+
+def test_what_messages_tell_people_to_install_is_there() -> None:
+    """pipesgd is on no package index: "pip install pipesgd[...]" would fail, or install a stranger's code."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    declared = {*project["dependencies"], *(one for group in extras.values() for one in group)}
+    known = declared | {re.split("[^A-Za-z0-9-]", one)[0] for one in declared} - {"pipesgd"}
+    files = [*(REPOSITORY / "pipesgd").rglob("*.py"), *(REPOSITORY / "timing_model").rglob("*.py")]
+    told = []
+    for path in files:
+        strings = [
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
+        ]
+        for text in (node.value for node in strings if isinstance(node.value, str)):
+            assert "pipesgd[" not in text, f"{path}: {text}"
+            for found in re.finditer(r"pip install ((?:\"[^\"]+\"|[\w.-]+)(?: \"[^\"]+\")*)", text):
+                told += [(path.name, one) for one in re.findall(r"[^\s\"]+", found[1])]
+    assert len(told) >= 4
+    assert [one for one in told if one[1] not in known and one[1] not in {f".[{name}]" for name in extras}] == []
 
 
 OLD_PYTHON = """#!/bin/sh

@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
                     raise ValueError(f"{name[2:]} must have a value; got none")
                 continue
             words.append(argument)
-            if name and takes[name] is None and argument == "":
+            if name and takes[name] != 0 and argument == "":
                 raise ValueError(f"{name[2:]} must have a value; got none")
             if name and takes[name] is None and len(words) == 2 and re.fullmatch(r"[\d.]+", words[0]):
                 raise ValueError(

@@ -153,12 +153,12 @@ class Table:
 def decode_toml(content: bytes) -> str:
     r"""Return the text of a TOML file, without the mark that some editors put in front. Raises ``ValueError``.
 
-    >>> decode_toml(b"\xef\xbb\xbfa = 1"), decode_toml("a = 1".encode("utf-16"))
+    >>> decode_toml("a = 1".encode("utf-16"))
     Traceback (most recent call last):
-    ValueError: it is UTF-16, and TOML must be saved as UTF-8
+    ValueError: it is UTF-16 or UTF-32, and TOML must be saved as UTF-8
     """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:4]:
-        raise ValueError("it is UTF-16, and TOML must be saved as UTF-8")
+        raise ValueError("it is UTF-16 or UTF-32, and TOML must be saved as UTF-8")
     return content.decode("utf-8-sig")
 
 

@@ -7,7 +7,9 @@ tell whose file it is; shared.pt has neither, since machines with a common disk 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import platform
 import re
 from collections.abc import Mapping
@@ -26,6 +28,8 @@ FORMAT = 2
 SHARED = "shared.pt"
 _OWN = re.compile(r"rank-(\d+)\.pt")
 _HEADER = {"save": str, "iteration": int, "world_size": int, "state": dict}
+PRIVATE = 0o700
+"""Mode of folders of checkpoints: training data can be partly reconstructed from weights and gradients."""
 
 
 class UnusableCheckpointError(Exception):
@@ -49,7 +53,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None
     Raises:
         OSError: a file could not be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder.parent, folder):
+        place.mkdir(PRIVATE, parents=True, exist_ok=True)  # one that the user has made keeps its mode
     header = {
         "format": FORMAT,
         "save": checkpoint.save,
@@ -123,6 +128,8 @@ def _read(path: Path) -> dict[str, Any]:
 def save_atomically(state: Any, path: Path) -> None:
     """Write ``state`` with ``torch.save``, so that ``path`` is the old file or the whole new one, never a part.
 
+    Only the user may read it, whatever the umask says.
+
     Its checksum is written to ``<path>.sha256`` in the format of sha256sum: torch writes a zip archive, which can be
     changed in ways that neither torch nor the archive's own checksums notice.
 
@@ -133,6 +140,7 @@ def save_atomically(state: Any, path: Path) -> None:
 
     def write(file: BufferedRandom) -> None:
         nonlocal digest
+        _make_private(file.fileno())  # while it is empty
         torch.save(loadable(state), file)
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -145,6 +153,13 @@ def save_atomically(state: Any, path: Path) -> None:
             raise failure.__context__ from None
         raise
     write_text_atomically(checksum_of(path), f"{digest}  {path.name}\n")
+    _make_private(checksum_of(path))
+
+
+def _make_private(file: Path | int) -> None:
+    """Let only the user read a file, where the file system has modes."""
+    with contextlib.suppress(PermissionError):
+        os.chmod(file, 0o600)  # noqa: PTH101 (a descriptor, too)
 
 
 def what_is_wrong_with(path: Path) -> str | None:

@@ -15,7 +15,7 @@ from pipesgd.errors import RunError, UserInputError
 from pipesgd.nested import changed
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.sameness import describe_shares
-from pipesgd.run.checkpoint_files import UnusableCheckpointError, read_file, save_atomically
+from pipesgd.run.checkpoint_files import PRIVATE, UnusableCheckpointError, read_file, save_atomically
 from pipesgd.shards import like, local
 
 _KINDS = {"save": str, "mesh": list, "shares": list, "model": dict, "optimizer": dict, "pipeline": dict}
@@ -54,7 +54,7 @@ class ShardFile:
             "optimizer": _parts(self.optimizer.state_dict()),
             "pipeline": self.pipeline.state_dict(),
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         save_atomically(state, self.path)
 
     def load(self) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from _ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +24,13 @@ from pipesgd.baselines.local import Local
 from pipesgd.errors import CheckpointError
 from pipesgd.ranks import Ranks, join
 from pipesgd.run.checkpoint import Checkpoints, CheckpointSchedule
-from pipesgd.run.checkpoint_files import save_atomically, what_is_wrong_with
+from pipesgd.run.checkpoint_files import (
+    Checkpoint,
+    read_checkpoint,
+    save_atomically,
+    what_is_wrong_with,
+    write_checkpoint,
+)
 from pipesgd.run.checkpoint_folder import CheckpointFolder
 from pipesgd.run.state import RunState
 
@@ -227,3 +236,29 @@ def test_what_looks_like_a_snapshot_and_is_none_is_one_line() -> None:
         state.restore(shared, forged)
     state.restore(shared, own)
     strategy.close()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_only_the_user_may_read_checkpoints_and_weights(umask: int, tmp_path: Path) -> None:
+    """Training data can be partly reconstructed from weights and gradients."""
+    before = os.umask(umask)
+    try:
+        folder = tmp_path / "run" / "checkpoints" / "iteration-1"
+        ranks = Ranks(rank=0, world_size=1, store=dist.HashStore())
+        write_checkpoint(folder, Checkpoint(1, "0" * 32, {"x": 1}, {"y": 2}), ranks)
+        save_atomically({"weight": torch.zeros(1)}, weights := tmp_path / "model.pt")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.iterdir())}
+    private = {"checkpoints": 0o700, "iteration-1": 0o700, "shared.pt": 0o600, "rank-0.pt": 0o600}
+    assert modes == private | {"shared.pt.sha256": 0o600, "rank-0.pt.sha256": 0o600}
+    assert stat.S_IMODE(weights.stat().st_mode) == 0o600
+    assert read_checkpoint(folder, 1, ranks).own == {"y": 2}
+
+
+def test_a_folder_that_the_user_has_made_keeps_its_mode(tmp_path: Path) -> None:
+    (folder := tmp_path / "checkpoints").mkdir()
+    folder.chmod(0o750)
+    ranks = Ranks(rank=0, world_size=1, store=dist.HashStore())
+    write_checkpoint(folder / "iteration-1", Checkpoint(1, "0" * 32, {}, {}), ranks)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o750

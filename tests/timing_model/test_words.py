@@ -36,7 +36,7 @@ def test_every_option_answers_a_bad_value_in_one_line(
         others = [word for option, one in GIVEN.items() if option != name for word in (option, one)]
         words = [name] if value == "--" else [name, *value.split(" ")]
         code = main([command, *others, *words])
-        out, err = capsys.readouterr()
+        _, err = capsys.readouterr()
         assert (code, err.count("\n")) in [(0, 0), (2, 1)], (words, err)
         assert not any(word in err for word in RAW), err
         if value in ("", "--") and action.nargs != 0:

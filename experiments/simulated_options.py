@@ -1,0 +1,49 @@
+"""Options of ``pipesgd.train`` that simulated ranks follow; all others are refused, since they would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipesgd.codecs.options import DENSE_CODECS
+from pipesgd.config import TrainConfig
+from pipesgd.errors import UserInputError
+
+DATA_AND_MODEL = (
+    *("dataset", "data-dir", "batch-size", "image-size", "context"),
+    *("model", "hidden-sizes", "layers", "heads", "embedding"),
+)
+OPTIMIZATION = (
+    *("optimizer", "lr", "momentum", "weight-decay", "lr-scaling", "schedule", "clip-norm", "clip-value"),
+    *("accumulation", "iterations", "seed"),
+)
+OF_WINDOWS = ("width", "local-steps", "fragments", "outer", "outer-lr", "outer-momentum", "moving-rate")
+OF_GRADIENTS = ("width", "warmup-iterations", "prediction", "guard")
+OTHERS = ("codec", "evaluate-iterations")
+
+
+def check_simulated(config: TrainConfig, late: Sequence[str] | None) -> None:
+    """Raise ``UserInputError`` for an option that simulated ranks do not follow.
+
+    Args:
+        config: the training.
+        late: layers whose gradients alone are late, as ``--late`` names them; None if all are.
+    """
+    used = {*DATA_AND_MODEL, *OPTIMIZATION, *OTHERS, *(OF_WINDOWS if config.pipeline.in_windows else OF_GRADIENTS)}
+    defaults = TrainConfig().options()
+    for name, value in config.options().items():
+        if name in config.planning.auto or (value != defaults[name] and name not in used):
+            raise UserInputError(f"{name} must be left out on simulated ranks, which do not follow it; got {value}")
+    if config.optimization.iterations is None:
+        raise UserInputError("iterations must be given for simulated ranks; got none")
+    codec, every, window = config.compression.codec, config.run.evaluate_iterations, config.pipeline.local_steps
+    if codec not in DENSE_CODECS or config.compression.stochastic:
+        raise UserInputError(f"codec must be dense and round to nearest on simulated ranks; got {codec}")
+    if every and every % window:
+        raise UserInputError(f"evaluate-iterations must be a multiple of --local-steps {window} here; got {every}")
+    if late is not None and config.pipeline.in_windows:
+        raise UserInputError(f"late must be left out with windows, which are late as a whole; got {','.join(late)}")
+    if late is not None and config.optimization.clip_norm is not None:
+        raise UserInputError(
+            f"clip-norm must be left out with --late, since it needs all gradients at once; "
+            f"got {config.optimization.clip_norm}"
+        )
