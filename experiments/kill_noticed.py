@@ -30,7 +30,7 @@ from rich.console import Console
 
 from experiments import command
 from experiments.faults import stage as faults_stage
-from experiments.faults.stage import START_SECONDS, Job, Stage
+from experiments.faults.stage import Job, Stage
 from experiments.kept_runs import KeptRuns
 from experiments.results import save, sources
 from experiments.testbed import Link, Testbed
@@ -48,6 +48,8 @@ NODES, RATE = 3, 200e6
 KILLS, QUICK_KILLS = 60, 3
 NAMED_SECONDS = 3.0
 """Seconds after the kernel's end of the process within which every survivor must name its rank."""
+START_SECONDS = 600.0
+"""Seconds within which a run must begin to train; on a busy machine, compiling takes minutes."""
 PATIENCE_SECONDS = 30.0
 """Seconds after which a line that has not come counts as missing."""
 
@@ -64,12 +66,13 @@ JOBS = {
 START, TRAINING = "start", "training"
 BEGINS = {START: "network: ranks at", TRAINING: " parameters) on "}
 """Parts of the lines that say that the ranks have met, and that they begin to train."""
-MOMENTS = {START: 10.0, TRAINING: 8.0}
+MOMENTS = {START: 6.0, TRAINING: 6.0}
 """Seconds after these lines within which a rank is killed."""
 ERROR = re.compile(r"error: rank (\d+): (.*)")
 WHERE = re.compile(
-    r"(?:stopped in )?([a-zA-Z' -]+?)(?: through the store)?(?: with rank \d+)?(?: in iteration \d+)?(?: failed)?:"
+    r"(?:stopped in )?([\w' -]+?)(?: through the store)?(?: with rank \d+)?(?: in iteration \d+)?(?: failed)?:"
 )
+IN_ALL_REDUCE = re.compile(r"(stopped in )?all-reduce|(receive|send) of (the header|chunk)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +90,9 @@ class Noticed:
     ended_after_ms: float
     """Milliseconds from the kill to the kernel's end of the process."""
     operation: str
-    """Phase of the first survivor to speak."""
-    by_connection: bool
-    """True if that one lost a connection in an all-reduce; else it had none in use."""
+    """Operation in which the first survivor to speak was."""
+    in_all_reduce: bool
+    """True if a survivor was in an all-reduce."""
     named_by: int
     """Number of survivors whose first error names the killed rank."""
     first_s: float | None
@@ -169,7 +172,7 @@ def killed(run: int, seed: int) -> Noticed:
         killed_after_s=round(at - begin, 2),
         ended_after_ms=round(1e3 * (ended - at), 1),
         operation=first[1] if first else "",
-        by_connection=bool(spoken) and "stopped in" not in spoken[0][1],
+        in_all_reduce=any(IN_ALL_REDUCE.match(text) for _, text in spoken),
         named_by=len(named),
         first_s=round(named[0][0], 3) if named else None,
         last_s=round(named[-1][0], 3) if named else None,

@@ -47,10 +47,10 @@ def kills_noticed() -> str:
     for job, own in grouped(load(RESULTS / "kill_noticed.csv"), "job").items():
         good = [Noticed(**row).is_good for row in own]
         seconds = sorted(math.inf if row["last_s"] is None else row["last_s"] for row in own)
-        inside = sum(row["by_connection"] is True for row in own)
+        inside = sum(row["in_all_reduce"] is True for row in own)
         figures = [str(len(own)), str(inside), str(sum(good)), f"{seconds[len(own) // 2]:.2f}", f"{seconds[-1]:.2f}"]
         lines.append([f"{job}: `{JOBS[job]}`", *figures])
-    heads = ["run", "kills", "seen by an all-reduce", "named right by all in 3 s", "median, s", "last, s"]
+    heads = ["run", "kills", "in an all-reduce", "named right by all in 3 s", "median, s", "last, s"]
     return table(heads, lines)
 
 

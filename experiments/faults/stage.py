@@ -238,11 +238,12 @@ class Stage:
         return found
 
     def rank(self, rank: int) -> int:
-        """Return the process of a rank: the first that has its number, since others are its children."""
-        pids = [pid for pid, env in self.alive().items() if env.get("RANK") == str(rank)]
-        if not pids:
-            raise RunError(f"rank {rank} is not there")
-        return min(pids)
+        """Return the process of a rank, which has started all others that have its number."""
+        pids = {pid for pid, env in self.alive().items() if env.get("RANK") == str(rank)}
+        first = [pid for pid in pids if _parent(pid) not in pids]  # numbers of processes begin again, and tell nothing
+        if len(first) != 1:
+            raise RunError(f"rank {rank} must be one process; got {len(first)}")
+        return first[0]
 
     def spare(self, pid: int) -> None:
         """Do not count this process among those that must end, since it is stopped on purpose."""
@@ -326,6 +327,13 @@ class Stage:
 
 def _state(entry: Path) -> str:
     return (entry / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _parent(pid: int) -> int | None:
+    """Return the process that has started another one, which may have ended meanwhile."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
 
 
 def _digest(path: Path) -> str:

@@ -16,7 +16,7 @@ from experiments.faults.__main__ import observe, parse
 from experiments.faults.outcome import Observation, Scenario, accused, misses, row, without_folders
 from experiments.faults.scenarios import QUICK, SCENARIOS
 from experiments.faults.stage import Stage, checkpoints, logged_iterations
-from pipesgd.errors import UserInputError
+from pipesgd.errors import RunError, UserInputError
 
 pytestmark = pytest.mark.slow
 
@@ -159,3 +159,17 @@ def test_a_checkpoint_file_that_must_stay_may_move_but_not_go(stage: Stage) -> N
 def test_a_killed_rank_is_named_by_the_others() -> None:
     killed = next(one for one in SCENARIOS if one.id == "S1")
     assert misses(killed, observe(killed, 60.0)) == []
+
+
+def test_a_fault_hits_the_rank_and_no_process_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine numbers of processes begin again: a rank's loader may have a lower one than the rank."""
+    parents = {900: 1, 5: 900, 30: 900, 6: 5, 901: 1}
+    monkeypatch.setattr("experiments.faults.stage._parent", parents.get)
+    play = Stage(tmp_path, 10.0)  # never entered: at its end it would kill these processes
+    monkeypatch.setattr(play, "alive", lambda: {pid: {"RANK": str(int(pid == 901))} for pid in parents})
+    assert (play.rank(0), play.rank(1)) == (900, 901)
+    monkeypatch.setattr(play, "alive", dict)
+    with pytest.raises(RunError, match="rank 0 must be one process; got 0"):
+        play.rank(0)
