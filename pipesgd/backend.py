@@ -76,12 +76,14 @@ HANDED_ON = {
         "scatter",
         "send",
         "recv",
+        "recv_anysource",
     )
 } | {"recvAnysource": "recv_anysource", "start_coalescing": "_start_coalescing", "end_coalescing": "_end_coalescing"}
 """Methods that a Python class of a process group can replace, in one version of torch or another, by the names that
 torch looks for in the class, and the names of the methods in torch. All must be replaced: for a Python class, torch
 calls its own with the interpreter's lock held. They then wait for a lock of gloo's, whose threads take the
-interpreter's while they hold it, so that a program would hang now and then."""
+interpreter's while they hold it, so that a program would hang now and then. (Python code calls recv_anysource, and asks
+its handle for the source, which the one that C++ code wraps around it does not know.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
