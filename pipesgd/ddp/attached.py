@@ -28,6 +28,7 @@ from pipesgd.ddp.hook import (
     check_no_scaler,
     done,
     gradients_of,
+    step_without_gradient,
 )
 from pipesgd.ddp.local_steps import AttachedLocalSteps
 from pipesgd.errors import UserInputError, warn
@@ -345,7 +346,7 @@ class AttachedPipeline(Pipelined):
     def _begin_update(self) -> None:
         self.check_usable()
         if self._due is None:
-            raise UserInputError("optimizer.step() must follow a backward pass; got a step without a new gradient")
+            raise step_without_gradient()
         if not self._started:
             self._started = True
             if self._scaler is None:

@@ -93,6 +93,14 @@ def check_all_held(ddp_model: DistributedDataParallel, optimizer: torch.optim.Op
         raise UserInputError(f"optimizer must hold parameters of ddp_model alone; got {others} others")
 
 
+def step_without_gradient() -> UserInputError:
+    """Return the error for a step of the loop's optimizer that follows no backward pass, or one in ``no_sync()``."""
+    return UserInputError(
+        "optimizer.step() must follow a backward pass outside of no_sync(), which hands over no gradient (to step on "
+        "each rank's own: attach(..., local_steps=H)); got a step without a new gradient"
+    )
+
+
 def before_update(begin: Callable[[], None], args: Any, kwargs: Any) -> Any:
     """Call ``begin`` before an optimizer updates anything: now, or after the closure that its ``step`` gets.
 

@@ -20,6 +20,7 @@ from pipesgd.ddp.hook import (
     check_model,
     check_no_scaler,
     done,
+    step_without_gradient,
 )
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import are_finite
@@ -125,7 +126,7 @@ class AttachedLocalSteps(LocalSteps):
         with self._noting_errors():
             self._pipeline.check_usable()
             if not self._computed:
-                raise UserInputError("optimizer.step() must follow a backward pass; got a step without a new gradient")
+                raise step_without_gradient()
             if not (self._scaled or self._started):
                 check_no_scaler(sys._getframe())
             self._started = True
