@@ -68,8 +68,8 @@ def test_a_trainer_of_transformers_trains_evaluates_and_saves(windows: str, tmp_
         assert all(found["evaluations with true weights"])
         assert found["refused"] == "clip_norm must be left out, since the Trainer has max_grad_norm; got 1.0"
         assert found["refused optimizer"] == (
-            "optim must not be schedule-free, except at width=1 without local steps: evaluations change the weights in "
-            "place; got ScheduleFree"
+            "optimizer must not be schedule-free, except at width 1 without local steps: its train() and eval() change "
+            "weights in place; got ScheduleFree"
         )
         assert found.get("refused with local steps") == (
             "ddp_model must be made without find_unused_parameters=True for local steps: the parameters used would be "
