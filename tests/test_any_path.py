@@ -54,7 +54,7 @@ def test_a_run_trains_and_resumes_wherever_its_folder_is(
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [UTF8, WITHOUT_UTF8], ids=["UTF-8", "C"])
 def test_paths_in_a_file_of_options_are_those_of_the_command_line(environment: dict[str, str], tmp_path: Path) -> None:
-    """What --dry-run prints is read back, too."""
+    """The text that --dry-run prints is read back, too."""
     (tmp_path / "été").mkdir()
     (tmp_path / "été" / "text").write_text("some text " * 2000)
     words = ["--model", "transformer", "--layers", "1", "--iterations", "2", "--dataset", "text:été/text"]
