@@ -123,7 +123,7 @@ def _check_option(name: str, hint: Any, words: list[str], known: Sequence[str], 
     for word in words:
         if re.match(r"-[^\W\d]", word) and not _reads(float, word):
             raise UserInputError(
-                f"every option must be one that --help-all lists; got {word}{did_you_mean(word.strip('-'), known)}"
+                f"every option must be one that --help-all lists; got {word!r}{did_you_mean(word.strip('-'), known)}"
             )
     if not name:
         near = f" (did you mean --{words[0]}?)" if words[0] in known else ""
@@ -138,7 +138,7 @@ def _check_option(name: str, hint: Any, words: list[str], known: Sequence[str], 
     if not words or words == [""]:
         raise UserInputError(f"{name} must have a value; got none")
     if len(words) > 1 and not several:
-        raise UserInputError(f"{name} must have one value; got {len(words)}: {' '.join(words)}")
+        raise UserInputError(f"{name} must have one value; got {' '.join(words)!r}")
     kinds = get_args(hint) or (hint,)
     for word in words:
         if int in kinds and not _reads(int, word):
@@ -160,7 +160,7 @@ def _not_a_number(name: str, kind: str, word: str) -> UserInputError:
 
 
 def _meant_by_a_flag(name: str, word: str, known: Sequence[str]) -> str:
-    if name in _TAKES_A_PATH and "output" in known:
+    if name in _TAKES_A_PATH and "output" in known and word.isprintable():
         return f" (did you mean {_TAKES_A_PATH[name].format(value=word)}?)"
     return f" (leave {word} out, or --{name})" if word.lower() in ("true", "false") else ""
 

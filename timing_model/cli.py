@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         option = field.replace("_", "-") if re.fullmatch("[a-z_]+", field) else field  # or a field of a file
         print(f"error: {option} {rest}", file=sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be one that its encoding lacks
     try:
         print(text, flush=True)
     except BrokenPipeError:  # as after `| head`

@@ -208,6 +208,8 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):
+        # A path may hold bytes that are not UTF-8, which TOML cannot.
+        value = value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()
