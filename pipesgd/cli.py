@@ -29,12 +29,11 @@ import tyro
 from pipesgd import __version__
 from pipesgd.checks import did_you_mean
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import AUTO, AUTO_OPTIONS, FORMER_NAMES, FORMER_VALUES, TrainConfig
+from pipesgd.config import AUTO, AUTO_OPTIONS, FORMER_NAMES, FORMER_VALUES, TrainConfig, sections_of
 from pipesgd.errors import UserInputError, warn
-from pipesgd.options import dashed
+from pipesgd.options import check_words, dashed
 from pipesgd.process import answer, own_rank
 from pipesgd.toml_file import read_toml
-from pipesgd.words import check_words
 
 CONFIG_HELP = """
 --config FILE reads options from a TOML file, one `name = value` a line, as --dry-run prints them;
@@ -98,7 +97,7 @@ def parse_as(kind: type[C], command: str, argv: Sequence[str]) -> C:
     for name, everything in (("-h", False), ("--help", False), ("--help-all", True)):
         if name in argv:
             raise HelpRequested(_help(kind, command, everything=everything))
-    check_words(argv, kind())
+    check_words(argv, sections_of(kind()), or_auto=AUTO_OPTIONS)
     out, err = io.StringIO(), io.StringIO()
     try:
         # tyro prints a box and exits, which every rank would do. Rank 0 should print one line instead.

@@ -1,16 +1,24 @@
-"""Declaration of an option: next to its default, the values that it may have and the choices that read it."""
+"""Declaration of an option: next to its default, the values that it may have and the choices that read it.
+
+``check_words`` checks the words of a command line before tyro reads them, whose errors are those of its own types.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from pipesgd.checks import check_above_zero, check_at_least, check_one_of, one_of
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of, did_you_mean, one_of
 from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, check_function
+from timing_model.units import parse_count
+
+_TAKES_A_PATH = {"resume": "--output {value} --resume", "overwrite": "--output {value} --overwrite"}
+"""Arguments to use for a flag that has a path as its value in other trainers."""
 
 
 def option(
@@ -85,3 +93,81 @@ def _declared(section: Any) -> Iterator[tuple[dataclasses.Field[Any], Mapping[st
 def dashed(name: str) -> str:
     """Return the name on the command line of the option in a field ``name``."""
     return name.replace("_", "-")
+
+
+def check_words(argv: Sequence[str], sections: Sequence[Any], *, or_auto: Sequence[str]) -> None:
+    """Raise ``UserInputError`` unless each option in ``argv`` has as many words as it takes, of its own kind.
+
+    Args:
+        argv: arguments of a command, with the current names of its options.
+        sections: dataclasses whose fields are its options.
+        or_auto: options that may be left to the timing model, too.
+    """
+    hints: dict[str, Any] = {}
+    for section in sections:
+        types = get_type_hints(type(section))
+        hints |= {dashed(item.name): types[item.name] for item in dataclasses.fields(section)}
+    name, words = "", list[str]()
+    for argument in [*argv, "--"]:
+        if not argument.startswith("--"):
+            words.append(argument)
+            continue
+        if name or words:
+            _check_option(name, hints.get(name), words, list(hints), " or auto" if name in or_auto else "")
+        option, equals, value = argument.partition("=")
+        name, words = dashed(option[2:]), [value] if equals else []
+
+
+def _check_option(name: str, hint: Any, words: list[str], known: Sequence[str], or_auto: str) -> None:
+    """Check the ``words`` after an option; ``hint`` is its type, None if it has none of its own (--help)."""
+    for word in words:
+        if re.match(r"-[^\W\d]", word) and not _reads(float, word):
+            raise UserInputError(
+                f"every option must be one that --help-all lists; got {word!r}{did_you_mean(word.strip('-'), known)}"
+            )
+    if not name:
+        near = f" (did you mean --{words[0]}?)" if words[0] in known else ""
+        raise UserInputError(f"every option must begin with --; got {words[0]!r}{near}")
+    if hint is bool or hint is None:
+        if words:
+            raise UserInputError(
+                f"{name} must have no value; got {words[0]!r}{_meant_by_a_flag(name, words[0], known)}"
+            )
+        return
+    several = get_origin(hint) is tuple
+    if not words or words == [""]:
+        raise UserInputError(f"{name} must have a value; got none")
+    if len(words) > 1 and not several:
+        raise UserInputError(f"{name} must have one value; got {' '.join(words)!r}")
+    kinds = get_args(hint) or (hint,)
+    for word in words:
+        if int in kinds and not _reads(int, word):
+            raise _not_a_number(name, f"a whole number{or_auto}", word)
+        if float in kinds and not _reads(float, word):
+            raise _not_a_number(name, f"a number{or_auto}", word)
+
+
+def _not_a_number(name: str, kind: str, word: str) -> UserInputError:
+    """Return the error for a word that is no number, with the number that it may stand for."""
+    near = ""
+    try:
+        meant = parse_count(name, word.replace(",", "" if re.fullmatch(r"\d{1,3}(,\d{3})+", word) else "."))
+        if "whole" not in kind or meant == int(meant):
+            near = f" (did you mean {meant:.12g}?)"
+    except ValueError:
+        pass  # it stands for none
+    return UserInputError(f"{name} must be {kind}; got {word!r}{near}")
+
+
+def _meant_by_a_flag(name: str, word: str, known: Sequence[str]) -> str:
+    if name in _TAKES_A_PATH and "output" in known and word.isprintable():
+        return f" (did you mean {_TAKES_A_PATH[name].format(value=word)}?)"
+    return f" (leave {word} out, or --{name})" if word.lower() in ("true", "false") else ""
+
+
+def _reads(kind: type, word: str) -> bool:
+    try:
+        kind(word)
+    except ValueError:
+        return False
+    return True

@@ -24,7 +24,7 @@ def read_toml(option: str, path: Path) -> dict[str, Any]:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise UserInputError(f"{option} must have at most {MOST_BYTES} bytes; got a longer file: {path}")
-        return tomllib.loads(_text_of(content))
+        return tomllib.loads(_decoded(content))
     except OSError as error:
         raise UserInputError(f"{option} must be a readable file; got {path}: {error.strerror}") from None
     except RecursionError:
@@ -35,11 +35,8 @@ def read_toml(option: str, path: Path) -> dict[str, Any]:
         raise UserInputError(f"{option} must be a TOML file; got {path}: {error}") from None
 
 
-def _text_of(content: bytes) -> str:
-    """Return the text of a TOML file, without the mark that some editors put in front; ``timing_model`` does the same.
-
-    Raises ``ValueError`` for text that is not UTF-8.
-    """
+def _decoded(content: bytes) -> str:
+    """Return the text of a file without the mark that some editors put in front; ``timing_model.toml_io`` does, too."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:4]:
-        raise ValueError("it is UTF-16, and TOML must be saved as UTF-8")
+        raise ValueError("it is UTF-16 or UTF-32, and TOML must be saved as UTF-8")
     return content.decode("utf-8-sig")

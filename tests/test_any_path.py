@@ -6,11 +6,13 @@ import codecs
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from experiments.command import torchrun
 from pipesgd.errors import UserInputError
 from pipesgd.toml_file import read_toml
 from timing_model.toml_io import read_tables
@@ -20,9 +22,14 @@ UTF8 = {"LC_ALL": "C.UTF-8"}
 SMALL = ("--hidden-sizes", "8", "--iterations", "4", "--checkpoint-iterations", "2")
 
 
-def run(folder: Path, *words: str | bytes, **environment: str) -> tuple[int, bytes, bytes]:
-    """Run ``pipesgd.train``; return its exit code and what it printed, whatever the bytes."""
-    command = [sys.executable, "-m", "pipesgd.train", *words]
+def run(
+    folder: Path,
+    *words: str | bytes,
+    start: Sequence[str] = (sys.executable, "-m", "pipesgd.train"),
+    **environment: str,
+) -> tuple[int, bytes, bytes]:
+    """Run ``pipesgd.train``, or what ``start`` says; return its exit code and what it printed, whatever the bytes."""
+    command = [*start, *words]
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         command, cwd=folder, env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, timeout=150
@@ -54,7 +61,7 @@ def test_a_run_trains_and_resumes_wherever_its_folder_is(
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [UTF8, WITHOUT_UTF8], ids=["UTF-8", "C"])
 def test_paths_in_a_file_of_options_are_those_of_the_command_line(environment: dict[str, str], tmp_path: Path) -> None:
-    """Read back what --dry-run prints, too."""
+    """The text that --dry-run prints is read back, too."""
     (tmp_path / "été").mkdir()
     (tmp_path / "été" / "text").write_text("some text " * 2000)
     words = ["--model", "transformer", "--layers", "1", "--iterations", "2", "--dataset", "text:été/text"]
@@ -78,6 +85,34 @@ def test_what_a_model_prints_ends_no_run(tmp_path: Path) -> None:
     code, said, err = run(tmp_path, "--model", "own:model", "--iterations", "2", **WITHOUT_UTF8)
     assert (code, err) == (0, b"")
     assert b"caf\\xe9" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [UTF8, WITHOUT_UTF8], ids=["UTF-8", "C"])
+def test_a_calibration_is_written_read_and_drawn_wherever_its_file_is(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    folder = os.fsencode(tmp_path) + b"/d\xe4ta"
+    os.mkdir(folder)  # noqa: PTH102 (bytes)
+    file = folder + b"/cluster.toml"
+    measured = [
+        "--hidden-sizes",
+        "8",
+        "--codecs",
+        "int8",
+        "--seconds",
+        "1",
+        "--out",
+        file,
+        "--plot",
+        folder + b"/1.png",
+    ]
+    code, _, err = run(tmp_path, *measured, start=torchrun(2, "-m", "pipesgd.calibrate"), **environment)
+    assert code == 0, err
+    asked = ["--model", "mlp", "--world-size", "2", "--extrapolate", "--cluster", file, "--plot", folder + b"/2.png"]
+    code, _, err = run(tmp_path, *asked, start=[sys.executable, "-m", "timing_model", "plan"], **environment)
+    assert (code, err) == (0, b"")
+    assert sorted(os.listdir(folder)) == [b"1.png", b"2.png", b"cluster.toml"]  # noqa: PTH208 (bytes)
 
 
 TEXT = 'widths = [1, 2]\nname = "été"\n'

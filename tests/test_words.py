@@ -71,7 +71,7 @@ def test_every_option_answers_a_bad_value_in_one_line(
         ("--lr", "lr must have a value; got none"),
         ("--lr --trace", "lr must have a value; got none"),
         ("--output=", "output must have a value; got none"),
-        ("--lr 0.1 0.2", "lr must have one value; got 2: 0.1 0.2"),
+        ("--lr 0.1 0.2", "lr must have one value; got '0.1 0.2'"),
         ("--width 10k", "width must be a whole number or auto; got '10k' (did you mean 10000?)"),
         ("--resume runs/a", "resume must have no value; got 'runs/a' (did you mean --output runs/a --resume?)"),
         ("--resume=runs/a", "resume must have no value; got 'runs/a' (did you mean --output runs/a --resume?)"),
@@ -79,8 +79,8 @@ def test_every_option_answers_a_bad_value_in_one_line(
         ("--trace yes", "trace must have no value; got 'yes'"),
         ("runs/a", "every option must begin with --; got 'runs/a'"),
         ("lr 0.1", "every option must begin with --; got 'lr' (did you mean --lr?)"),
-        ("-lr 0.1", "every option must be one that --help-all lists; got -lr (did you mean lr?)"),
-        ("--lr -x", "every option must be one that --help-all lists; got -x"),
+        ("-lr 0.1", "every option must be one that --help-all lists; got '-lr' (did you mean lr?)"),
+        ("--lr -x", "every option must be one that --help-all lists; got '-x'"),
     ],
 )
 def test_the_line_names_what_was_meant(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

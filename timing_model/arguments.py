@@ -79,7 +79,8 @@ class Parser(argparse.ArgumentParser):
         names = [name for action in self._actions for name in action.option_strings]
         other = OTHER_NAMES.get(name)
         near = f" (did you mean {other}?)" if other in names else did_you_mean(name, names)
-        return ValueError(f"every option must be one that --help lists; got {name}{near}")
+        shown = name if name.isprintable() else repr(name)
+        return ValueError(f"every option must be one that --help lists; got {shown}{near}")
 
     def _with_current_name(self, argument: str, before: str) -> str:
         """Return ``argument`` under its current name, with a hint on stderr if that is another one."""

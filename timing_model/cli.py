@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if sys.stdout.isatty() and not text.startswith("{"):
         text = folded(text, shutil.get_terminal_size().columns)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name of a file may be one that its encoding lacks
     try:
         print(text, flush=True)
     except BrokenPipeError:  # as after `| head`

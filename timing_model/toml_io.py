@@ -150,13 +150,8 @@ class Table:
         return value
 
 
-def decode_toml(content: bytes) -> str:
-    r"""Return the text of a TOML file, without the mark that some editors put in front. Raises ``ValueError``.
-
-    >>> decode_toml("a = 1".encode("utf-16"))
-    Traceback (most recent call last):
-    ValueError: it is UTF-16 or UTF-32, and TOML must be saved as UTF-8
-    """
+def _decoded(content: bytes) -> str:
+    """Return the text of a TOML file, without the mark that some editors put in front. Raises ``ValueError``."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:4]:
         raise ValueError("it is UTF-16 or UTF-32, and TOML must be saved as UTF-8")
     return content.decode("utf-8-sig")
@@ -165,7 +160,7 @@ def decode_toml(content: bytes) -> str:
 def read_tables(path: Path) -> Table:
     """Read the tables of a TOML file. Raises ``ValueError`` in one line if it cannot be read."""
     try:
-        return Table(path.name, "", tomllib.loads(decode_toml(path.read_bytes())))
+        return Table(path.name, "", tomllib.loads(_decoded(path.read_bytes())))
     except OSError as failure:
         raise ValueError(f"{path} must be a file to read, which pipesgd.calibrate writes; {failure.strerror}") from None
     except (ValueError, RecursionError) as failure:  # a byte that is not UTF-8 raises a ValueError, too
@@ -213,6 +208,8 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):
+        # A path may hold bytes that are not UTF-8, which TOML cannot.
+        value = value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()

@@ -53,8 +53,11 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None
     Raises:
         OSError: a file could not be written.
     """
-    for place in (folder.parent, folder):
-        place.mkdir(PRIVATE, parents=True, exist_ok=True)  # one that the user has made keeps its mode
+    try:
+        folder.mkdir(PRIVATE, exist_ok=True)
+    except FileNotFoundError:
+        folder.parent.mkdir(PRIVATE, parents=True, exist_ok=True)  # one that the user has made keeps its mode
+        folder.mkdir(PRIVATE, exist_ok=True)
     header = {
         "format": FORMAT,
         "save": checkpoint.save,
