@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import pipesgd
 import timing_model
@@ -63,18 +64,50 @@ exec "{python}" -c 'import sys; sys.version_info = (3, 10, 4); sys.version = "3.
 """Python that calls itself an older one; it runs what follows its first argument, ``-c``."""
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+with_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def _make(*words: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # make may run the tests
+    return subprocess.run(["make", *words], cwd=REPOSITORY, env=own, capture_output=True, text=True, check=False)
+
+
+@with_make
 def test_make_refuses_an_old_python_before_it_installs_anything(tmp_path: Path) -> None:
     python, venv = tmp_path / "python", tmp_path / "venv"
     python.write_text(OLD_PYTHON.format(python=sys.executable), encoding="utf-8")
     python.chmod(0o755)
-    words = ["make", "train", f"PYTHON={python}", f"VENV={venv}"]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # make may run the tests
-    done = subprocess.run(words, cwd=REPOSITORY, env=own, capture_output=True, text=True, check=False)
+    done = _make("train", f"PYTHON={python}", f"VENV={venv}")
     assert done.returncode != 0
     assert done.stdout == ""
     assert done.stderr.startswith("Python must be 3.11 or newer: make train PYTHON=python3.12; got 3.10.4\n")
     assert not venv.exists()
+
+
+@with_make
+def test_make_tests_with_another_torch_in_an_environment_of_its_own_or_not_at_all(tmp_path: Path) -> None:
+    several = _make("test-torch", "TORCH=torch>=2.14")
+    assert several.returncode != 0
+    assert "TORCH must name one version: make test-torch TORCH=torch==2.14.1; got torch>=2.14" in several.stderr
+    planned = _make("--dry-run", "test-torch", "TORCH=torch==9.8.7", "VENV=.venv").stdout
+    assert '-m venv ".venv-torch-9.8.7"' in planned
+    assert ".venv/" not in planned
+
+    (tmp_path / "bin").mkdir()
+    for name, line in (("python", f'exec "{sys.executable}" "$@"'), ("pytest", 'echo "tests:" "$@"')):
+        program = tmp_path / "bin" / name
+        program.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        program.chmod(0o755)
+    for stamp in ("torch", "wheel", "test"):  # as of an environment that is ready
+        (tmp_path / f"{stamp}.stamp").touch()
+    installed = torch.__version__.split("+")[0]
+    right, wrong = (_make("test-torch", f"TORCH=torch=={v}", f"OTHER={tmp_path}") for v in (installed, "9.8.7"))
+    assert right.returncode == 0, right.stderr
+    assert f"\ntorch {torch.__version__}\n" in right.stdout
+    assert "\ntests: " in right.stdout
+    assert wrong.returncode != 0
+    assert f"torch must be 9.8.7 in {tmp_path}; got {torch.__version__}\n" in wrong.stderr
+    assert "\ntests: " not in wrong.stdout
 
 
 def test_one_version_is_named_everywhere() -> None:
