@@ -34,7 +34,6 @@ FLOORS = [
     {"strategies", "run", "calibration", "planning"},
     {
         "cli",
-        "words",
         "exit",
         "train",
         "calibrate",
