@@ -28,6 +28,7 @@ from _fashion_mnist import FASHION_MNIST  # noqa: E402 (its folder is in the pat
 
 # A background job ignores Ctrl-C, and so would the runs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one under nohup hang-ups
 
 # Ranks and threads may take any time on a busy machine; pytest-timeout watches for hangs.
 # Its own profile for CI would try the same examples each time.

@@ -660,11 +660,12 @@ class Pipelined(Strategy):
                 self._check_whole("close")
                 if self._in_flight:
                     self.apply_all()
-                self.check_replicas()
                 if not self._leaves_connections:
                     # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
                     failure = self._meet("close", self._summing.wait_for_all).exception()
                 together = failure is None
+                if together and not self._leaves_connections:  # all ranks are here
+                    self.check_replicas()
         finally:
             self._closed = True
             atexit.unregister(self._if_never_closed)

@@ -1,4 +1,4 @@
-"""What examples of Hugging Face take from its hub, made here: a tokenizer, a small model, sentences, and a metric.
+"""Tokenizer, small model, sentences and metric, in place of those that examples of Hugging Face take from its hub.
 
 Importing this module puts them in place of what the examples ask the hub for.
 """

@@ -42,6 +42,11 @@ class Kept:
         except Exception:  # noqa: BLE001 (numba's own words for "no folder can be written", and many more)
             return  # which is announced when something is compiled
 
+    @property
+    def cache_path(self) -> str | None:
+        """Folder in which the function is kept, for numba's statistics; None if it is kept in memory."""
+        return None if self._disk is None else self._disk.cache_path
+
     def load_overload(self, signature: Any, target: Any) -> Any:
         """Return what was compiled for ``signature``; None if it must be compiled now."""
         found = None
@@ -63,7 +68,7 @@ class Kept:
             self._disk.save_overload(signature, compiled)
         except Exception as failure:  # noqa: BLE001 (the disk is full, or the index is damaged)
             if is_first_of_machine():
-                _once(warn, NOT_KEPT.format(folder=self._disk.cache_path, why=failure))
+                _once(warn, NOT_KEPT.format(folder=self.cache_path, why=failure))
             self._disk = None
 
 
