@@ -319,7 +319,7 @@ def test_a_workload_of_ones_own_is_calibrated_and_planned(tmp_path: Path, folder
     assert (computation.model, computation.batch_size, computation.samples) == ("own_workload:mlp", 16, 1497)
     assert computation.tensors == (64 * 150, 150, 1500, 10)
     words = f"{own} --iterations 5 --cluster {tmp_path / 'cluster.toml'} --width auto"
-    assert set(succeed(2, words, tmp_path / "run", folder)["planned"]["asked"]) == {"width"}
+    assert set(succeed(2, words, tmp_path / "run", folder)["planned"]["asked"]) == {"width", "buckets"}
 
 
 # ---------------------------------------------------------------- examples

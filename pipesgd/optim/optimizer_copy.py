@@ -148,6 +148,9 @@ def _copied(
 
     torch's optimizers themselves leave the attributes of subclasses out of copies.
     """
+    if hasattr(original, "__deepcopy__"):  # it knows how it can be copied, or that it cannot
+        pairs.append((original, copy.deepcopy(original, memo)))
+        return pairs[-1][1]
     made: torch.optim.Optimizer = object.__new__(type(original))
     memo[id(original)] = made
     pairs.append((original, made))
