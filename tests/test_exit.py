@@ -199,8 +199,11 @@ def test_a_rank_does_not_wait_for_ever_for_the_thread_that_ends_it(tmp_path: Pat
     assert _run(script, tmp_path) == (1, "")
 
 
-UNREAD = "import os; here, there = os.pipe(); os.close(here); os.dup2(there, {stream})"
-"""Line of a script whose output on a stream nobody reads any more."""
+UNREAD = (
+    "import os, sys; here, there = os.pipe(); os.close(here); os.dup2(there, {stream}); "
+    "setattr(sys, [None, 'stdout', 'stderr'][{stream}], open({stream}, 'w', closefd=False))"
+)
+"""Line of a script whose output on a stream nobody reads any more; a pipe's stream knows that it cannot seek."""
 NOBODY_READS = "warning: nobody reads standard output any more: the run continues without it\n"
 STARTED = [({}, 141), ({"TORCHELASTIC_RUN_ID": "none"}, 0)]
 """Environments of a process without and with torchrun, and its exit code if nobody reads its standard output."""

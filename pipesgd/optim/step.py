@@ -125,7 +125,8 @@ def _strided_tensors(state: Any) -> Iterator[Tensor]:
 def make_hookable(optimizer: torch.optim.Optimizer) -> None:
     """Let torch call hooks of ``optimizer``'s steps, also where its class leaves out torch's constructor.
 
-    Wrappers of other optimizers do so, such as Lookahead in several packages.
+    Wrappers of other optimizers do so, such as Lookahead in several packages. Steps of base classes are hooked, too, as
+    they are once torch has made an optimizer of that class: a loop may call ``super().step()`` in another method.
     """
     kind = type(optimizer)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -134,6 +135,12 @@ def make_hookable(optimizer: torch.optim.Optimizer) -> None:
         vars(optimizer).setdefault(name, OrderedDict())
     if not getattr(kind.step, "hooked", False):
         optimizer._patch_step_function()
+    bases = [base for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer)][1:-1]  # the last is torch's own
+    for base in bases:
+        step = vars(base).get("step")
+        if step is not None and not getattr(step, "hooked", False):
+            base.step = torch.optim.Optimizer.profile_hook_step(step)  # type: ignore[assignment,method-assign]
+            base.step.hooked = True  # type: ignore[attr-defined]
 
 
 def check_not_schedule_free(optimizer: torch.optim.Optimizer) -> None:

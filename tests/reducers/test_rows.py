@@ -54,7 +54,9 @@ def summed(gradients: list[list[Tensor]]) -> tuple[list[Tensor], list[int]]:
     results, _ = run_threads(world_size, run)
     for sums, _ in results[1:]:
         for ours, theirs in zip(sums, results[0][0], strict=True):
-            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), "replicas differ"
+            assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), (
+                "replicas differ"
+            )
     return results[0][0], [sent for _, sent in results]
 
 
