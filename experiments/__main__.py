@@ -92,6 +92,7 @@ EXPERIMENTS = (
     Experiment(name="faults", words="faults", minutes=20),
     Experiment(name="kill_anywhere", words="kill_anywhere", minutes=5),
     Experiment(name="kill_noticed", words="kill_noticed", minutes=25),
+    Experiment(name="silent_connections", words="silent_connections", minutes=5),
     Experiment(name="fuzz", words="fuzz", minutes=20),
     Experiment(name="kill_testbed", words="kill_testbed", minutes=3),
     Experiment(name="encrypted_network", words="encrypted_network", minutes=5),

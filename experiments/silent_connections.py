@@ -7,15 +7,14 @@ answers, answers late, or is not asked ("hosts: files", the cure). From the firs
 connections to every port that listens and sends nothing. torch's store looks up the name of whoever connects, and
 serves no rank meanwhile; see docs/troubleshooting.md. The bounds: no iteration that is not next to a checkpoint or an
 evaluation, which exchange something through the store, takes longer than twice the median of all; the line that names
-slow look-ups and their cure comes within 10 s of the job's start, once; with the cure it does not come, and a value
-is set in the store and read again within 0.1 s.
+slow look-ups and their cure comes within 10 s of rank 0's first line, once; with the cure it does not come, and a value
+is set in the store and read again within 0.1 s. Before its ranks start, torchrun itself waits for the name server.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -56,6 +55,8 @@ WARNED_SECONDS = 10.0
 SET_AND_GET_SECONDS = 0.1
 DEADLINE_SECONDS = 400.0
 """Seconds within which a job must end."""
+STARTING = "starting rank 0 of 2"
+"""Beginning of rank 0's first line."""
 WARNING = re.compile(r"warning: a look-up of .* takes more than .* RES_OPTIONS=attempts:0$")
 UNPERMITTED = 99
 """Exit code of ``SCENE`` where namespaces cannot be set up."""
@@ -139,8 +140,10 @@ class Heard:
     """The longest one of the others, but for the first."""
     warnings: int
     """Lines that name slow look-ups and the cure."""
+    started_s: float
+    """Seconds from the start of torchrun to rank 0's first line."""
     warned_s: float | None
-    """Seconds from the start of torchrun to the first such line."""
+    """Seconds from there to the first line that names slow look-ups."""
     set_and_get_ms: float | None
     """The longest time in which a value was set in the store and read again; None if that never ended."""
     set_and_gets: int
@@ -184,13 +187,11 @@ def play(folder: Path, hosts: str, delay: float, words: Sequence[str]) -> tuple[
     scene = ["bash", "-c", SCENE, "-", str(folder), hosts, str(delay), sys.executable, str(REPOSITORY), str(PORT)]
     training = [*words, "--output", str(folder / "run")]
     begin = time.monotonic()
-    lines = []
     with subprocess.Popen(
         [*own, *scene, *training], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append((time.monotonic() - begin, line.rstrip("\n")))
+        lines = [(time.monotonic() - begin, line.rstrip("\n")) for line in process.stdout]
     is_refused = any("unshare" in line and "Operation not permitted" in line for _, line in lines)
     return UNPERMITTED if is_refused else process.returncode, lines
 
@@ -218,7 +219,8 @@ def heard(scene: str, iterations: int) -> Heard:
         asked = re.findall(r"set and get: (\S+)", (folder / "asker.log").read_text())
     times = {line["iteration"]: 1e3 * line["seconds"]["iteration"] for line in metrics}
     next_to_store = {number for number in times if number % EVERY in (EVERY - 1, 0)} | {max(times)}
-    warned = [at for at, line in lines if WARNING.match(line)]
+    started = next(at for at, line in lines if line.startswith(STARTING))
+    warned = [at - started for at, line in lines if WARNING.match(line)]
     strangers = [int(number) for number in re.findall(r"connections of strangers: (\d+)", text)]
     return Heard(
         scene=scene,
@@ -228,6 +230,7 @@ def heard(scene: str, iterations: int) -> Heard:
         longest_ms=round(max(times[number] for number in times if number not in next_to_store), 1),
         longest_next_to_store_ms=round(max(times[number] for number in next_to_store - {0}), 1),
         warnings=len(warned),
+        started_s=round(started, 1),
         warned_s=round(warned[0], 1) if warned else None,
         set_and_get_ms=round(1e3 * max(map(float, asked)), 1) if asked else None,
         set_and_gets=len(asked),
@@ -245,6 +248,7 @@ def show(rows: Sequence[Heard]) -> None:
                 "median, ms": f"{row.median_ms:.0f}",
                 "longest, ms": f"{row.longest_ms:.0f}",
                 "next to the store, ms": f"{row.longest_next_to_store_ms:.0f}",
+                "torchrun, s": f"{row.started_s:.1f}",
                 "warned after, s": "-" if row.warned_s is None else f"{row.warned_s:.1f}",
                 "set and get, ms": "-" if row.set_and_get_ms is None else f"{row.set_and_get_ms:.0f}",
                 "missed": "; ".join(row.missed),
@@ -258,8 +262,6 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Return the options; raises ``UserInputError``."""
     arguments = command.parse(command.parser("silent_connections", __doc__), words)
     command.check_alone("silent_connections", by_torchrun, "it starts torchrun itself")
-    if os.geteuid() != 0:
-        raise UserInputError("silent_connections must be run as root, with a network and a name server of its own")
     return arguments
 
 

@@ -20,6 +20,7 @@ from experiments import (
     fuzz,
     kill_anywhere,
     kill_noticed,
+    silent_connections,
 )
 from experiments.faults import __main__ as faults
 from experiments.faults import stage
@@ -35,6 +36,7 @@ PARSES: list[Parse] = [
     lambda words: bench_pipelined.parse(words, 4),
     lambda words: kill_anywhere.parse(words, by_torchrun=False),
     lambda words: kill_noticed.parse(words, by_torchrun=False),
+    lambda words: silent_connections.parse(words, by_torchrun=False),
 ]
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from _waiting import wait_until
 from conftest import REPOSITORY
 
+from experiments.silent_connections import UNPERMITTED, play
 from pipesgd.errors import UserInputError
 from pipesgd.membership import lookups
 from pipesgd.membership.listening import listener_at
@@ -138,78 +139,25 @@ def test_the_agents_socket_shows_it_no_silent_connection() -> None:
         assert (agents.getsockopt(*option) > 1000, others.getsockopt(*option)) == (True, 0)
 
 
-NAME_SERVER = """
-import heapq, select, socket, sys, time
-asked = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-asked.bind(("127.0.0.9", 53))
-delay, due = float(sys.argv[1]), []
-while True:
-    if select.select([asked], [], [], max(0.0, due[0][0] - time.monotonic()) if due else None)[0]:
-        query, who = asked.recvfrom(999)
-        if delay >= 0:
-            heapq.heappush(due, (time.monotonic() + delay, query, who))
-    while due and due[0][0] <= time.monotonic():
-        _, query, who = heapq.heappop(due)
-        asked.sendto(query[:2] + bytes([0x81, 0x83]) + query[4:6] + bytes(6) + query[12:], who)
-"""
-"""A name server that knows no name, and says so after this many seconds; below 0, it never answers."""
-
-STRANGER = """
-import socket, sys, time
-from pathlib import Path
-known, held = set(), []
-while not list(Path(sys.argv[1]).glob("run/checkpoints/iteration-*")):
-    time.sleep(0.1)
-while True:
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
-    for port in {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"} - known:
-        known.add(port)
-        held += [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
-        print("connections of strangers:", len(held), flush=True)
-    time.sleep(0.2)
-"""
-
-SCENE = """
-ip link set lo up && ulimit -n 8192 && cd "$1" || exit 99
-echo nameserver 127.0.0.9 > resolv.conf; mount --bind resolv.conf /etc/resolv.conf
-echo "hosts: $2" > nsswitch.conf; mount --bind nsswitch.conf /etc/nsswitch.conf
-"$4" name_server.py "$3" & server=$!
-"$4" stranger.py "$1" & stranger=$!
-trap 'kill $server $stranger' EXIT
-cd "$5"
-timeout -k 1 200 "$4" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port 29733 \
-    -m pipesgd.train --dataset digits --model mlp --hidden-sizes 16 --iterations 600 --checkpoint-iterations 20 \
-    --output "$1/run"
-"""
-
-
-def play(folder: Path, hosts: str, delay: float) -> tuple[int, str]:
-    """Run a job among 300 silent connections to each port, and a name server; return its exit code and output."""
-    (folder / "name_server.py").write_text(NAME_SERVER, encoding="utf-8")
-    (folder / "stranger.py").write_text(STRANGER, encoding="utf-8")
-    command = ["unshare", "-n", "-m", "--propagation", "private", "bash", "-c", SCENE, "-"]
-    words = [str(folder), hosts, str(delay), sys.executable, str(REPOSITORY)]
-    done = subprocess.run(
-        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=230
-    )
-    if done.returncode == 99 or "Operation not permitted" in done.stdout:
-        pytest.skip("needs namespaces of its own")
-    return done.returncode, done.stdout
+TRAINING = "--dataset digits --model mlp --hidden-sizes 16 --iterations 600 --checkpoint-iterations 20"
 
 
 @needs_root
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hosts", "delay", "lines"),
+    ("hosts", "delay", "warnings"),
     [("files dns", -1.0, 1), ("files dns", 2.0, 1), ("files", 2.0, 0)],
     ids=["a name server that never answers", "a slow one", "the cure"],
 )
 def test_a_job_ends_among_silent_strangers_whatever_the_name_server_does(
-    tmp_path: Path, hosts: str, delay: float, lines: int
+    tmp_path: Path, hosts: str, delay: float, warnings: int
 ) -> None:
     """With the slow one, the job used to come to the next checkpoint and no further: the store took 9 s to answer."""
-    code, text = play(tmp_path, hosts, delay)
+    code, lines = play(tmp_path, hosts, delay, TRAINING.split())
+    text = "\n".join(line for _, line in lines)
+    if code == UNPERMITTED:
+        pytest.skip("needs namespaces of its own")
     assert code == 0, text
-    assert text.count("warning: a look-up of the name of 127.0.0.1 takes more than") == lines
-    assert text.count("RES_OPTIONS=attempts:0") == lines
+    assert text.count("warning: a look-up of the name of 127.0.0.1 takes more than") == warnings
+    assert text.count("RES_OPTIONS=attempts:0") == warnings
     assert "connections of strangers: 1500" in text, "to the store's port, and two of each rank's gloo"
