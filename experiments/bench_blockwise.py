@@ -41,7 +41,7 @@ PASSES = (0.075, 0.3)
 HIDDEN, QUICK_HIDDEN = (4600, 4600), (30,)
 UNTIMED, TIMED = 2, 4
 """Iterations of a turn."""
-ROUNDS, QUICK_ROUNDS = 10, 2
+ROUNDS, QUICK_ROUNDS = 8, 2
 
 
 class Contender:

@@ -139,25 +139,18 @@ def test_the_agents_socket_shows_it_no_silent_connection() -> None:
         assert (agents.getsockopt(*option) > 1000, others.getsockopt(*option)) == (True, 0)
 
 
-TRAINING = "--dataset digits --model mlp --hidden-sizes 16 --iterations 600 --checkpoint-iterations 20"
+TRAINING = "--dataset digits --model mlp --hidden-sizes 16 --iterations 400 --checkpoint-iterations 20"
 
 
 @needs_root
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("hosts", "delay", "warnings"),
-    [("files dns", -1.0, 1), ("files dns", 2.0, 1), ("files", 2.0, 0)],
-    ids=["a name server that never answers", "a slow one", "the cure"],
-)
-def test_a_job_ends_among_silent_strangers_whatever_the_name_server_does(
-    tmp_path: Path, hosts: str, delay: float, warnings: int
-) -> None:
-    """With the slow one, the job used to come to the next checkpoint and no further: the store took 9 s to answer."""
-    code, lines = play(tmp_path, hosts, delay, TRAINING.split())
+def test_a_job_ends_among_silent_strangers_with_a_slow_name_server(tmp_path: Path) -> None:
+    """The job used to come to the next checkpoint and no further: the store took 9 s to answer."""
+    code, lines = play(tmp_path, "files dns", 2.0, TRAINING.split())
     text = "\n".join(line for _, line in lines)
     if code == UNPERMITTED:
         pytest.skip("needs namespaces of its own")
     assert code == 0, text
-    assert text.count("warning: a look-up of the name of 127.0.0.1 takes more than") == warnings
-    assert text.count("RES_OPTIONS=attempts:0") == warnings
+    assert text.count("warning: a look-up of the name of 127.0.0.1 takes more than") == 1
+    assert text.count("RES_OPTIONS=attempts:0") == 1
     assert "connections of strangers: 1500" in text, "to the store's port, and two of each rank's gloo"
