@@ -124,7 +124,7 @@ shift 6
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What a job noticed, and what it said."""
+    """Iterations, warnings and store of a job among silent connections."""
 
     scene: str
     """A key of ``SCENES``."""
@@ -184,13 +184,12 @@ def play(folder: Path, hosts: str, delay: float, words: Sequence[str]) -> tuple[
     scene = ["bash", "-c", SCENE, "-", str(folder), hosts, str(delay), sys.executable, str(REPOSITORY), str(PORT)]
     training = [*words, "--output", str(folder / "run")]
     begin = time.monotonic()
-    lines = []
+    lines: list[tuple[float, str]] = []
     with subprocess.Popen(
         [*own, *scene, *training], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append((time.monotonic() - begin, line.rstrip("\n")))
+        lines.extend((time.monotonic() - begin, line.rstrip("\n")) for line in process.stdout)
     is_refused = any("unshare" in line and "Operation not permitted" in line for _, line in lines)
     return UNPERMITTED if is_refused else process.returncode, lines
 
