@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
-from experiments import bench_islands, connection_bytes, island_loops, islands_accuracy, quoted_loops, testbed
+from experiments import bench_islands, connection_bytes, island_loops, islands_accuracy, testbed
 from experiments.bench_islands import CELLS, FULL, QUICK, Cell, rows_of
 from experiments.connection_bytes import interface, payload, store_port
 from experiments.island_loops import ALONE, DDP, FSDP2, HSDP, WAYS, IslandLoop, IslandWorkload, alexnet, transformer
@@ -248,21 +248,6 @@ def test_runs_are_judged_by_the_mean_over_seeds() -> None:
         pytest.approx([79.7, 82]),
         pytest.approx([70, 70]),
     ]
-
-
-def test_quotes_are_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quoted_loops, "RESULTS", tmp_path)
-    row = {"title": "a", "contender": "b", "median_s": 0.1, "announced_bytes": None}
-    row |= {"times_as_fast_as_hsdp": 2.0, "hsdp_low": 1.9, "hsdp_high": 2.1}
-    row |= {"inside_payload_bytes": 1234567.0, "between_payload_bytes": 5.0}
-    (tmp_path / "bench_islands.csv").write_text(f"{','.join(row)}\n{','.join(str(v or '') for v in row.values())}\n")
-    assert "| b | 100 | 2.00 (1.90 to 2.10) | 1,234,567 | 5 |  |" in quoted_loops.island_bytes()
-    summary = [
-        {"workload": "w", "contender": "c", "accuracy_mean": 0.5, "accuracy_to_hsdp_points": -0.1}
-        | {"points_least": -0.2, "points_most": 0.1, "test_loss_mean": 1.0}
-    ]
-    monkeypatch.setattr(quoted_loops.figures, "manifest", lambda name: {"summary": summary})
-    assert "| w, c | 50.00 | -0.10 (-0.20 to +0.10) | 1.0000 |" in quoted_loops.island_accuracies()
 
 
 @pytest.mark.parametrize(
