@@ -24,11 +24,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments import command
-from experiments.bench_accelerators import ALONE, DDP, DDP_FP16, wire_seconds_of
-from experiments.bench_pipelined import Workload
 from experiments.limits import Cluster
 from experiments.loops import Batch, Loop, Piped, Plain, to_fp16
-from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, summarize
+from experiments.loops_on_links import (
+    ALONE,
+    DDP,
+    DDP_FP16,
+    Effort,
+    Workload,
+    draw,
+    measure,
+    on_testbed,
+    show,
+    summarize,
+    wire_seconds_of,
+)
 from experiments.results import Row, save
 from experiments.testbed import Link, parse_rate
 from pipesgd.data import DataSplits
@@ -77,13 +87,11 @@ class Finished:
 
     def __init__(self, loop: Loop):
         self._loop, self.model = loop, loop.model
-        self.wire_bytes: int | None = None
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         """Run an iteration to its end on the GPU."""
         self._loop.iterate(images, labels)
         torch.cuda.synchronize()
-        self.wire_bytes = self._loop.wire_bytes
 
     def flush(self) -> None:
         """Apply the gradients that are still in flight."""

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from experiments import bench_torchft
-from experiments.bench_accelerators import ALONE
 from experiments.bench_torchft import DELAYS, FULL, QUICK, STEPS, TARGETS, VERSION, WINDOW
+from experiments.loops_on_links import ALONE
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import alone
 
