@@ -23,7 +23,6 @@ from experiments import (
     first_screen,
     lateness,
     local_steps_accuracy,
-    local_steps_time,
     loops_on_links,
     staleness_figure,
 )
@@ -60,7 +59,6 @@ DRAWN: dict[str, Draw] = {
     "bench_torchft": loops_on_links.draw,
     "lateness": lateness.draw,
     "local_steps_accuracy": local_steps_accuracy.draw,
-    "local_steps_time": local_steps_time.draw,
     "staleness": staleness_figure.draw,
 }
 """Functions that draw other figures, by the names of their results. Results that no page shows have no figure, and the
