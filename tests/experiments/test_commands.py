@@ -15,17 +15,14 @@ from rich.console import Console
 from experiments import (
     command,
     forked_ranks,
-    fuzz,
     kill_anywhere,
     kill_noticed,
 )
 from experiments.faults import __main__ as faults
 from experiments.faults import stage
-from experiments.fuzzing import cases
 from experiments.results import RESULTS, sources
 from pipesgd.cli import HelpRequested
 from pipesgd.errors import UserInputError
-from timing_model import job
 
 Parse = Callable[[Sequence[str]], Namespace]
 PARSES: list[Parse] = [
@@ -67,7 +64,6 @@ def test_kept_results_are_void_when_a_file_of_their_harness_changes(tmp_path: Pa
     ("experiment", "parts"),
     [
         (faults, [stage]),
-        (fuzz, [cases, job]),
         (kill_anywhere, [forked_ranks]),
         (kill_noticed, [stage]),
     ],
