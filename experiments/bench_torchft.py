@@ -8,7 +8,7 @@ iterations, and waits for that at once or after 4 further iterations, as its Str
 (``fragment_sync_delay``); all else is as torchft has it by default. pipesgd exchanges int4 at width 2 every 1, 2 or 4
 iterations.
 
-Blocks are steady and consist of whole windows, so nothing that a window costs is left out, and nothing is added: a
+Blocks consist of whole windows, so nothing that a window costs is left out, and nothing is added: a
 window of torchft's ends when its exchange has been applied, and pipelines are full at both ends of a block.
 loops_on_links.py says how the contenders are timed. Accuracy is a matter of experiments.local_steps_accuracy, where
 DiLoCo waits at once.
@@ -64,8 +64,8 @@ DELAYS = {f"torchft DiLoCo, H {WINDOW}": 0, f"torchft DiLoCo, H {WINDOW}, delay 
 """Iterations between the beginning of an exchange and the wait for it, by the name of the loop."""
 STEPS = {f"pipesgd, int4, H {steps}": steps for steps in (1, 2, 4)}
 """Iterations of a window of pipesgd's, by the name of the loop."""
-FULL = Effort(block=2 * WINDOW, rounds=8, untimed=2 * WINDOW, steady=True)
-QUICK = Effort(block=WINDOW, rounds=1, untimed=WINDOW, steady=True)
+FULL = Effort(block=2 * WINDOW, rounds=8, untimed=2 * WINDOW)
+QUICK = Effort(block=WINDOW, rounds=1, untimed=WINDOW)
 TARGETS = {(name, ALONE): ("at most", 1.05) for name, steps in STEPS.items() if steps > 1}
 """Bounds of the ratio of the first loop's time to the second's; one of them is to be met."""
 PATIENCE = timedelta(seconds=60)

@@ -1,8 +1,8 @@
 """Training loops timed in turns on the nodes of a testbed: the shared parts of the benches that do so.
 
 An experiment is one module that starts itself by torchrun on every node; its ranks call ``measure``. A round has a
-block of iterations of each loop, in rotated order. Pipelines are empty when a block begins, and are emptied again
-within the timed region, unless the block is steady. The time of a block is that of the slowest rank.
+block of iterations of each loop, in rotated order. Pipelines are full at both ends of the timed iterations. The time of
+a block is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from experiments import command, paired
@@ -92,8 +91,6 @@ class Effort:
     block: int
     rounds: int
     untimed: int = UNTIMED_ITERATIONS
-    steady: bool = False
-    """True if pipelines are full when a block begins and when it ends, False if they are empty."""
 
 
 class Metered:
@@ -119,7 +116,7 @@ def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Eff
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     loops = make_loops(workload.build(data), ranks)
     batches = workload.batches(data, ranks, effort.untimed + effort.block)
-    made = make_blocks(loops, batches, untimed=effort.untimed, steady=effort.steady)
+    made = make_blocks(loops, batches, effort.untimed)
     blocks = {name: Metered(block, ranks) for name, block in made.items()}
     after_round = partial(_write_progress, folder, ranks, effort.rounds + 1, count(1), time.perf_counter())
     seconds = paired.interleave(blocks, effort.rounds, warm_up=1, after_round=after_round)
@@ -133,30 +130,21 @@ def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Eff
         (folder / TIMES_FILE).write_text(json.dumps(found), encoding="utf-8")
 
 
-def make_blocks(
-    loops: Mapping[str, Loop], batches: Sequence[Batch], *, untimed: int = UNTIMED_ITERATIONS, steady: bool = False
-) -> dict[str, Contender]:
+def make_blocks(loops: Mapping[str, Loop], batches: Sequence[Batch], untimed: int) -> dict[str, Contender]:
     """Return, for each loop, a function that times a block of its iterations and returns seconds per iteration.
 
-    The first ``untimed`` batches are not timed. A pipeline is empty when the timed iterations begin and end; in a
-    ``steady`` block it is as full as the untimed iterations have made it.
+    The first ``untimed`` batches are not timed: they make a pipeline as full as it is when the timed iterations end.
     """
     before, timed = batches[:untimed], batches[untimed:]
 
     def block(loop: Loop) -> float:
         for batch in before:
             loop.iterate(*batch)
-        if not steady:
-            loop.flush()
-            dist.barrier()
         begin = time.perf_counter()
         for batch in timed:
             loop.iterate(*batch)
-        if not steady:
-            loop.flush()
         seconds = (time.perf_counter() - begin) / len(timed)
-        if steady:
-            loop.flush()
+        loop.flush()
         return seconds
 
     return {name: partial(block, loop) for name, loop in loops.items()}
