@@ -13,10 +13,11 @@ sends or receives, including the headers of full packets, over the rate; the eff
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,10 @@ from rich.console import Console
 from torch import Tensor
 
 from experiments import command, paired
-from experiments.bench_ring import Effort, input_values, readable, run_jobs
 from experiments.limits import wire_seconds
 from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns, slowest
-from experiments.results import Row, save
-from experiments.testbed import parse_rate, rate_name
+from experiments.results import REPOSITORY, Row, load, save
+from experiments.testbed import Link, Testbed, parse_rate, rate_name
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions
 from pipesgd.comm.all_reduce import AllReduce
@@ -49,6 +49,23 @@ LEAST_EFFICIENCY, LEAST_TO_NATIVE = 0.90, 0.97
 """Targets (at least) for the efficiency of the ring with a codec, and for native's time over that of the fp32 ring."""
 TARGET_NODES, TARGET_RATE, TARGET_SIZES = 4, 200e6, (1_000_000, 40_000_000)
 WARM_UP_ROUNDS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """The sizes to measure, and the seconds and rounds for each."""
+
+    sizes: tuple[int, ...]
+    """Sizes of buffers, in bytes."""
+    seconds_per_size: float
+    least_rounds: int
+    most_rounds: int
+
+    def rounds(self, round_seconds: float) -> int:
+        """Return the number of rounds for one size if a round takes ``round_seconds``."""
+        return min(self.most_rounds, max(self.least_rounds, int(self.seconds_per_size / round_seconds)))
+
+
 FULL = Effort(
     sizes=(4_000, 64_000, 1_000_000, 4_000_000, 16_000_000, 40_000_000),
     seconds_per_size=90.0,
@@ -150,6 +167,12 @@ def compute(
     return rows
 
 
+def input_values(rank: int, nbytes: int) -> Tensor:
+    """Return whole numbers, float32 (nbytes / 4,), whose sums are exact in whatever order they are added."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-1000, 1000, (nbytes // 4,), generator=generator).float()
+
+
 def summarize(
     contender: Contender,
     world_size: int,
@@ -181,6 +204,14 @@ def summarize(
         "cpu_median_s": median(cpu_seconds),
     }
     return {**row, "target_met": target_met(row)}
+
+
+def readable(nbytes: int) -> str:
+    """Return ``nbytes`` in whole units."""
+    for unit, size in (("MiB", 1 << 20), ("MB", 1_000_000), ("KiB", 1 << 10), ("kB", 1000)):
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
 
 
 def target_met(row: Row) -> bool | None:
@@ -228,11 +259,22 @@ def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> 
 
 
 def run_all(arguments: Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """Run a job for each p, one after the other; return the rows of all p and the measurements of the links."""
+    """Run a job for each p, one after the other, on p nodes; return all rows and the measurements of the links."""
     words = ["--rate", rate_name(arguments.rate), "--sizes", *map(str, arguments.sizes), "--codecs", *arguments.codecs]
     words += ["--algorithms", *arguments.algorithms, *["--quick"] * arguments.quick]
     words += ["--seconds", str(arguments.seconds)] if arguments.seconds else []
-    return run_jobs("bench_all_reduce", words, arguments.world_sizes, arguments.rate)
+    rows: list[Row] = []
+    links: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        job = ["-m", "experiments.bench_all_reduce", *words, "--output", folder]
+        for p in arguments.world_sizes:
+            with Testbed(nodes=p, link=Link(rate=arguments.rate)) as testbed:
+                links[f"links of {p} nodes"] = [asdict(measured) for measured in testbed.measure()]
+                codes = testbed.torchrun(job, cwd=REPOSITORY).wait()
+            if any(codes):
+                raise RunError(f"the run with p = {p} has failed")
+            rows += load(Path(folder, f"p{p}.csv"))
+    return rows, links
 
 
 @command.testbed_errors_as_ours()

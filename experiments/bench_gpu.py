@@ -6,7 +6,7 @@
 A cell is a number of nodes and the rate of their links. The nodes are on one machine and share its GPU, which serves
 one rank at a time: an iteration without communication is one that computes next to the others. Every iteration ends
 with a wait for the GPU, as by ``loss.item()``. DDP is on gloo, as pipesgd is: nccl refuses ranks that share a GPU.
-loops_on_links.py says how the contenders are timed; blocks are steady. "wire" is the time of the all-reduce's bytes on
+loops_on_links.py says how the contenders are timed. "wire" is the time of the all-reduce's bytes on
 the links, headers included.
 """
 
@@ -24,11 +24,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments import command
-from experiments.bench_accelerators import ALONE, DDP, DDP_FP16, wire_seconds_of
-from experiments.bench_pipelined import Workload
 from experiments.limits import Cluster
 from experiments.loops import Batch, Loop, Piped, Plain, to_fp16
-from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, summarize
+from experiments.loops_on_links import (
+    ALONE,
+    DDP,
+    DDP_FP16,
+    Effort,
+    Workload,
+    draw,
+    measure,
+    on_testbed,
+    show,
+    summarize,
+    wire_seconds_of,
+)
 from experiments.results import Row, save
 from experiments.testbed import Link, parse_rate
 from pipesgd.data import DataSplits
@@ -64,12 +74,12 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "4x200mbit": Case((ALONE, DDP, DDP_FP16, "width 2, int8", "width 2, int4"), Effort(4, 4, untimed=2, steady=True)),
-    "4x1gbit": Case((ALONE, DDP, DDP_FP16, *PIPELINES), Effort(6, 6, steady=True)),
-    "4x10gbit": Case((ALONE, DDP, DDP_FP16, *PIPELINES), Effort(10, 10, steady=True)),
+    "4x200mbit": Case((ALONE, DDP, DDP_FP16, "width 2, int8", "width 2, int4"), Effort(4, 4, untimed=2)),
+    "4x1gbit": Case((ALONE, DDP, DDP_FP16, *PIPELINES), Effort(6, 6)),
+    "4x10gbit": Case((ALONE, DDP, DDP_FP16, *PIPELINES), Effort(10, 10)),
 }
 """Cells by name, each of two to three minutes: a block of the slowest contender takes 12 s at 200 Mbit/s."""
-QUICK = Effort(block=2, rounds=1, steady=True)
+QUICK = Effort(block=2, rounds=1)
 
 
 class Finished:
@@ -77,13 +87,11 @@ class Finished:
 
     def __init__(self, loop: Loop):
         self._loop, self.model = loop, loop.model
-        self.wire_bytes: int | None = None
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         """Run an iteration to its end on the GPU."""
         self._loop.iterate(images, labels)
         torch.cuda.synchronize()
-        self.wire_bytes = self._loop.wire_bytes
 
     def flush(self) -> None:
         """Apply the gradients that are still in flight."""

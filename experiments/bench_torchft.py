@@ -2,13 +2,13 @@
 
     python -m experiments.bench_torchft       4 nodes at 200 Mbit/s: bench_torchft.csv, bench_torchft.png
 
-It needs torchft, which pipesgd does not: ``pip install torchft==0.2.0``. The cell, the model and the accelerators are
-those of bench_accelerators. Each rank is a replica group of torchft's, on its process group over gloo, with a quorum in
-every window from the lighthouse on node 0. It exchanges float32 every 8 iterations, and waits for that at once or after
-4 further iterations, as its Streaming DiLoCo does with one fragment (``fragment_sync_delay``); all else is as torchft
-has it by default. pipesgd exchanges int4 at width 2 every 1, 2 or 4 iterations.
+It needs torchft, which pipesgd does not: ``pip install torchft==0.2.0``. Each rank is a replica group of torchft's, on
+its process group over gloo, with a quorum in every window from the lighthouse on node 0. It exchanges float32 every 8
+iterations, and waits for that at once or after 4 further iterations, as its Streaming DiLoCo does with one fragment
+(``fragment_sync_delay``); all else is as torchft has it by default. pipesgd exchanges int4 at width 2 every 1, 2 or 4
+iterations.
 
-Blocks are steady and consist of whole windows, so nothing that a window costs is left out, and nothing is added: a
+Blocks consist of whole windows, so nothing that a window costs is left out, and nothing is added: a
 window of torchft's ends when its exchange has been applied, and pipelines are full at both ends of a block.
 loops_on_links.py says how the contenders are timed. Accuracy is a matter of experiments.local_steps_accuracy, where
 DiLoCo waits at once.
@@ -16,6 +16,7 @@ DiLoCo waits at once.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 from collections.abc import Sequence
 from datetime import timedelta
@@ -29,25 +30,42 @@ from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments import command
-from experiments.bench_accelerators import ACCELERATOR, ALONE, CLUSTER, DDP, WORKLOAD, emulate
+from experiments import accelerators, command
+from experiments.limits import Cluster
 from experiments.loops import Loop, Piped, Plain, sgd
-from experiments.loops_on_links import Effort, draw, measure, on_testbed, show, show_verdicts, summarize, verdicts
+from experiments.loops_on_links import (
+    ALONE,
+    DDP,
+    Effort,
+    Workload,
+    draw,
+    measure,
+    on_testbed,
+    show,
+    show_verdicts,
+    summarize,
+    verdicts,
+)
 from experiments.results import save
+from experiments.testbed import Link
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.membership.address import own_address
 from pipesgd.pipeline.local_steps import NESTEROV_LR, NESTEROV_MOMENTUM
 from pipesgd.ranks import Ranks
 
 NAME, VERSION = "bench_torchft", "0.2.0"
+CLUSTER = Cluster(nodes=4, link=Link(rate=200e6))
+WORKLOAD = Workload(name="mlp 2x1000", model="mlp", hidden_sizes=(1000, 1000), batch_size=32)
+ACCELERATOR = "75ms"
+"""Time of a forward and backward pass on each node's accelerator, a wait that leaves the cores to the network."""
 WINDOW = 8
 """Iterations of a window of torchft's; those of pipesgd divide it."""
 DELAYS = {f"torchft DiLoCo, H {WINDOW}": 0, f"torchft DiLoCo, H {WINDOW}, delay 4": 4}
 """Iterations between the beginning of an exchange and the wait for it, by the name of the loop."""
 STEPS = {f"pipesgd, int4, H {steps}": steps for steps in (1, 2, 4)}
 """Iterations of a window of pipesgd's, by the name of the loop."""
-FULL = Effort(block=2 * WINDOW, rounds=8, untimed=2 * WINDOW, steady=True)
-QUICK = Effort(block=WINDOW, rounds=1, untimed=WINDOW, steady=True)
+FULL = Effort(block=2 * WINDOW, rounds=8, untimed=2 * WINDOW)
+QUICK = Effort(block=WINDOW, rounds=1, untimed=WINDOW)
 TARGETS = {(name, ALONE): ("at most", 1.05) for name, steps in STEPS.items() if steps > 1}
 """Bounds of the ratio of the first loop's time to the second's; one of them is to be met."""
 PATIENCE = timedelta(seconds=60)
@@ -66,7 +84,6 @@ class Torchft:
         from torchft.local_sgd import DiLoCo
 
         self.model = model
-        self.wire_bytes: int | None = None
         self._optimizer = sgd(model)
         self._iterations = 0
         address = own_address().shown.split()[0]
@@ -129,6 +146,12 @@ def check_torchft() -> None:
     if found != VERSION:
         wanted = f"torchft must be installed in version {VERSION} (pip install torchft=={VERSION})"
         raise UserInputError(f"{wanted}; got {found}")
+
+
+def emulate(model: nn.Module, rank: int) -> accelerators.Emulated:
+    """Return a copy of ``model`` on its accelerator."""
+    made, _ = accelerators.parse(ACCELERATOR, synthetic=True)
+    return accelerators.Emulated(copy.deepcopy(model), made, rank=rank)
 
 
 def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:

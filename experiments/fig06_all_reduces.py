@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from experiments import command, figures
-from experiments.bench_ring import readable
+from experiments.bench_all_reduce import readable
 from experiments.figures import PaperFigure
 from experiments.results import RESULTS, Row, load
 from experiments.style import ALL_REDUCE_MARKERS, ALL_REDUCES, BLACK

@@ -21,10 +21,8 @@ from experiments import (
     fig08_codecs,
     figures,
     first_screen,
-    islands_accuracy,
     lateness,
     local_steps_accuracy,
-    local_steps_time,
     loops_on_links,
     staleness_figure,
 )
@@ -57,17 +55,14 @@ in `experiments/results`; a manifest next to it records how it was made. `make f
 `make experiments` repeats the measurements. The notebooks in `notebooks/` explain them.
 """
 DRAWN: dict[str, Draw] = {
-    "bench_accelerators": loops_on_links.draw,
     "bench_gpu": loops_on_links.draw,
-    "bench_islands": loops_on_links.draw,
     "bench_torchft": loops_on_links.draw,
-    "islands_accuracy": islands_accuracy.draw,
     "lateness": lateness.draw,
     "local_steps_accuracy": local_steps_accuracy.draw,
-    "local_steps_time": local_steps_time.draw,
     "staleness": staleness_figure.draw,
 }
-"""Functions that draw other figures, by the names of their results. Results that no page shows have no figure."""
+"""Functions that draw other figures, by the names of their results. Results that no page shows have no figure, and the
+figures of archived experiments stay as they are."""
 
 
 def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:

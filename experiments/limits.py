@@ -8,9 +8,6 @@ from experiments.testbed.links import Link, rate_text
 from timing_model.collective_time import ring_all_reduce_bytes
 from timing_model.presets import PAYLOAD_SHARE
 
-SLOW_LINK = 500e6
-"""Rate in bit/s up to which the wire is the limit; targets are tighter there than above, where CPUs count too."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -18,14 +15,10 @@ class Cluster:
 
     nodes: int
     link: Link
-    nproc_per_node: int = 1
 
     def describe(self) -> str:
         """Describe the cluster for people: "4 nodes at 200 Mbit/s"."""
-        text = f"{self.nodes} nodes at {rate_text(self.link.rate)}"
-        if self.nproc_per_node > 1:
-            text += f", {self.nproc_per_node} ranks each"
-        return text
+        return f"{self.nodes} nodes at {rate_text(self.link.rate)}"
 
 
 def wire_seconds(nbytes: float, rate: float) -> float:
@@ -38,9 +31,9 @@ def wire_seconds(nbytes: float, rate: float) -> float:
 
 
 def ring_limit(cluster: Cluster, nbytes: float) -> float:
-    """Return the least time of an uncompressed all-reduce of ``nbytes``, in seconds: 2(p-1)/p n / rate with headers.
+    """Return the least time of an uncompressed all-reduce of ``nbytes``, in seconds.
 
-    p is the number of nodes, since ranks of one node can add up their gradients first.
+    On p nodes it is 2(p-1)/p n / rate, with headers.
 
     >>> cluster = Cluster(nodes=4, link=Link(rate=200e6))
     >>> round(ring_limit(cluster, 7.2e6), 4)

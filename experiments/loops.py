@@ -29,8 +29,6 @@ class Loop(Protocol):
     """A training loop, one iteration at a time."""
 
     model: nn.Module
-    wire_bytes: int | None
-    """Bytes that this rank has sent in the last iteration; None if that is not known."""
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         """Run forward, backward, and the update that is due."""
@@ -49,7 +47,6 @@ class Plain:
     """
 
     def __init__(self, model: nn.Module, door: Door | None = None):
-        self.wire_bytes: int | None = None
         self.model = model
         self._optimizer = sgd(model)
         self._opened = None if door is None else door(model, self._optimizer)
@@ -82,11 +79,10 @@ class Piped:
         self.model = model
         kind: Any = Pipelined if local_steps == 1 else partial(LocalSteps, local_steps=local_steps)
         self._pipeline = kind(model, sgd(model), ranks=ranks, **options)
-        self.wire_bytes: int | None = None
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         cross_entropy(self.model(images), labels).backward()
-        self.wire_bytes = self._pipeline.step().wire_bytes
+        self._pipeline.step()
 
     def flush(self) -> None:
         self._pipeline.flush()

@@ -1,8 +1,8 @@
 """Training loops timed in turns on the nodes of a testbed: the shared parts of the benches that do so.
 
 An experiment is one module that starts itself by torchrun on every node; its ranks call ``measure``. A round has a
-block of iterations of each loop, in rotated order. Pipelines are empty when a block begins, and are emptied again
-within the timed region, unless the block is steady. The time of a block is that of the slowest rank.
+block of iterations of each loop, in rotated order. Pipelines are full at both ends of the timed iterations. The time of
+a block is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
 
 from experiments import command, paired
-from experiments.bench_pipelined import UNTIMED_ITERATIONS, Workload, make_blocks
 from experiments.cpu_time import CpuTime
-from experiments.loops import Loop
+from experiments.limits import Cluster, ring_limit
+from experiments.loops import Batch, Loop
 from experiments.paired import Contender, interquartile_range, median, paired_ratio
 from experiments.results import Panels, Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
+from pipesgd.codecs.make import make_codec
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import DEFAULT_TIMEOUT
+from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 
@@ -42,8 +46,42 @@ if TYPE_CHECKING:
 MakeLoops: TypeAlias = Callable[[nn.Module, Ranks], Mapping[str, Loop]]
 """Function that returns every loop, by name, each with a copy of a model. All ranks call it together."""
 
+ALONE, DDP, DDP_FP16 = "no communication", "DDP", "DDP, fp16"
+"""Names of the loops that benches compare theirs with."""
 JOB_SECONDS = 3000.0
 TIMES_FILE, PROGRESS_FILE = "times.json", "progress"
+UNTIMED_ITERATIONS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and batch size to train on Fashion-MNIST, unless ``load`` returns other data."""
+
+    name: str
+    model: str
+    batch_size: int
+    hidden_sizes: tuple[int, ...] = ()
+
+    def load(self) -> DataSplits:
+        """Return the data."""
+        return load_dataset("fashion-mnist", None, image_size=64)
+
+    def build(self, data: DataSplits) -> nn.Module:
+        """Return the model, with the same weights every time."""
+        torch.manual_seed(0)
+        return build_model(
+            self.model, sample_shape=data.sample_shape, num_classes=data.num_classes, hidden_sizes=self.hidden_sizes
+        )
+
+    def shards(self, data: DataSplits, ranks: Ranks) -> ShardedBatches:
+        """Return the batches of this rank."""
+        return ShardedBatches(
+            data.train, batch_size=self.batch_size, rank=ranks.rank, world_size=ranks.world_size, seed=0
+        )
+
+    def batches(self, data: DataSplits, ranks: Ranks, number: int) -> list[Batch]:
+        """Return the first ``number`` batches of this rank, in memory."""
+        return list(islice(self.shards(data, ranks).from_iteration(0), number))
 
 
 @dataclass(frozen=True)
@@ -53,80 +91,63 @@ class Effort:
     block: int
     rounds: int
     untimed: int = UNTIMED_ITERATIONS
-    steady: bool = False
-    """True if pipelines are full when a block begins and when it ends, False if they are empty."""
-
-
-Meter: TypeAlias = Callable[[], Callable[[], float]]
-"""Function that is called when a block begins, and returns one that is called when it ends and returns a figure. All
-ranks call them together."""
 
 
 class Metered:
-    """A contender that keeps the figures of ``meters`` for each block, untimed iterations included, by their names."""
+    """A contender that keeps the share of the cores' time that all ranks use, for each block with its untimed part."""
 
-    def __init__(self, contender: Contender, meters: Mapping[str, Meter]):
-        self._contender, self._meters = contender, meters
-        self.figures: dict[str, list[float]] = {name: [] for name in meters}
+    def __init__(self, contender: Contender, ranks: Ranks):
+        self._contender, self._ranks = contender, ranks
+        self.cpu_shares: list[float] = []
 
     def __call__(self) -> float:
-        ends = {name: begin() for name, begin in self._meters.items()}
+        cpu = CpuTime()
         seconds = self._contender()
-        for name, end in reversed(ends.items()):  # the last to begin sees nothing of what the others do at the end
-            self.figures[name].append(end())
+        self.cpu_shares.append(cpu.used(self._ranks).share)
         return seconds
 
 
-def cpu_share(ranks: Ranks) -> Meter:
-    """Return a meter of the share of the cores' time that all ranks use."""
+def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Effort, folder: Path) -> None:
+    """Time all loops on these ranks; rank 0 writes what ``on_testbed`` returns, and what is left after every round.
 
-    def begin() -> Callable[[], float]:
-        cpu = CpuTime()
-        return lambda: cpu.used(ranks).share
-
-    return begin
-
-
-def measure(
-    workload: Workload,
-    make_loops: MakeLoops,
-    ranks: Ranks,
-    effort: Effort,
-    folder: Path,
-    meters: Mapping[str, Meter] | None = None,
-    known: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
-    """Time all loops on these ranks; rank 0 writes what ``on_testbed`` returns. Collective.
-
-    ``meters`` are further ones than that of the cores; the median of each is written by its name, and their figures of
-    all rounds in "figures". ``known`` are further figures of each loop. After every round, rank 0 writes how much is
-    left.
+    Collective.
     """
     data = ranks.raise_together("data", workload.load)
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     loops = make_loops(workload.build(data), ranks)
     batches = workload.batches(data, ranks, effort.untimed + effort.block)
-    made = make_blocks(loops, batches, untimed=effort.untimed, steady=effort.steady)
-    all_meters = {"cpu_share": cpu_share(ranks), **(meters or {})}
-    blocks = {name: Metered(block, all_meters) for name, block in made.items()}
+    made = make_blocks(loops, batches, effort.untimed)
+    blocks = {name: Metered(block, ranks) for name, block in made.items()}
     after_round = partial(_write_progress, folder, ranks, effort.rounds + 1, count(1), time.perf_counter())
     seconds = paired.interleave(blocks, effort.rounds, warm_up=1, after_round=after_round)
-    sent = {name: ranks.all_gather_object("bytes sent", loop.wire_bytes) for name, loop in loops.items()}
     for loop in loops.values():
         loop.close()
     if ranks.rank == 0:
         found = {
-            name: {
-                "seconds": list(times),
-                "wire_bytes": sent[name][0],
-                "wire_bytes_of_ranks": sent[name],
-                **{figure: median(values[1:]) for figure, values in blocks[name].figures.items()},
-                "figures": {figure: values[1:] for figure, values in blocks[name].figures.items()},
-                **(known or {}).get(name, {}),
-            }
+            name: {"seconds": list(times), "cpu_share": median(blocks[name].cpu_shares[1:])}
             for name, times in seconds.items()
         }
         (folder / TIMES_FILE).write_text(json.dumps(found), encoding="utf-8")
+
+
+def make_blocks(loops: Mapping[str, Loop], batches: Sequence[Batch], untimed: int) -> dict[str, Contender]:
+    """Return, for each loop, a function that times a block of its iterations and returns seconds per iteration.
+
+    The first ``untimed`` batches are not timed: they make a pipeline as full as it is when the timed iterations end.
+    """
+    before, timed = batches[:untimed], batches[untimed:]
+
+    def block(loop: Loop) -> float:
+        for batch in before:
+            loop.iterate(*batch)
+        begin = time.perf_counter()
+        for batch in timed:
+            loop.iterate(*batch)
+        seconds = (time.perf_counter() - begin) / len(timed)
+        loop.flush()
+        return seconds
+
+    return {name: partial(block, loop) for name, loop in loops.items()}
 
 
 def _write_progress(folder: Path, ranks: Ranks, rounds: int, numbers: Iterator[int], begin: float) -> None:
@@ -159,31 +180,19 @@ def _progress_shown(module: str, path: Path) -> Iterator[None]:
         watcher.join()
 
 
-def on_testbed(
-    module: str,
-    words: Sequence[str],
-    *,
-    nodes: int,
-    link: Link,
-    nproc_per_node: int = 1,
-    before: Callable[[Testbed, Path], None] = lambda testbed, folder: None,
-) -> dict[str, dict[str, Any]]:
-    """Run ``module`` with ``words`` and a folder as ``--output`` on every node, after ``before`` with that folder.
+def on_testbed(module: str, words: Sequence[str], *, nodes: int, link: Link) -> dict[str, dict[str, Any]]:
+    """Run ``module`` with ``words`` and a folder as ``--output`` on every node.
 
-    Returns, for each loop, "seconds": those of an iteration in every round, "cpu_share": the median share of the cores'
-    time that all ranks used, "wire_bytes": those that rank 0 sent in the last iteration, if the loop knows,
-    "wire_bytes_of_ranks": those that each rank sent, and what else ``measure`` has written. Meanwhile, the time that is
-    left is printed now and then.
+    Returns, for each loop, "seconds": those of an iteration in every round, and "cpu_share": the median share of the
+    cores' time that all ranks used. Meanwhile, the time that is left is printed now and then.
 
     Raises:
         RunError: it failed.
     """
     with tempfile.TemporaryDirectory() as name, Testbed(nodes=nodes, link=link) as testbed:
-        before(testbed, Path(name))
         job = ["-m", f"experiments.{module}", "--output", name, *words]
-        log = Path(name, "log")
         with _progress_shown(module, Path(name, PROGRESS_FILE)):
-            failure = run_job(testbed, job, log, deadline=JOB_SECONDS, nproc_per_node=nproc_per_node)
+            failure = run_job(testbed, job, Path(name, "log"), deadline=JOB_SECONDS)
         if failure:
             raise RunError(f"the timed program must succeed; got {failure}")
         found: dict[str, dict[str, Any]] = json.loads(Path(name, TIMES_FILE).read_text(encoding="utf-8"))
@@ -230,6 +239,14 @@ def verdicts(
             "verdict": "met" if reached else "MISSED",
         }
     return found
+
+
+def wire_seconds_of(cluster: Cluster, numel: int, pipelines: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the least time of an all-reduce of ``numel`` values by each of ``pipelines`` and by DDP, in seconds."""
+    nbytes = {ALONE: 0, DDP: 4 * numel, DDP_FP16: 2 * numel}
+    for name, options in pipelines.items():
+        nbytes[name] = make_codec(CodecOptions(codec=options["codec"])).wire_bytes(numel)
+    return {name: ring_limit(cluster, one) for name, one in nbytes.items()}
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:

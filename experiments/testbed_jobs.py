@@ -25,15 +25,13 @@ WRAPPED_BY_TORCH = "Got the following error when running the callback: RuntimeEr
 """Prefix that torch adds once for every callback that an error went through."""
 
 
-def run_job(
-    testbed: Testbed, words: Sequence[str], log: Path, *, deadline: float, nproc_per_node: int = 1
-) -> str | None:
+def run_job(testbed: Testbed, words: Sequence[str], log: Path, *, deadline: float) -> str | None:
     """Run torchrun with ``words`` on every node, for ``deadline`` seconds at most; the output goes to ``log``.
 
     Returns the reason if the job failed, else None.
     """
     with log.open("wb") as file:
-        job = testbed.torchrun(words, nproc_per_node=nproc_per_node, stdout=file, stderr=subprocess.STDOUT)
+        job = testbed.torchrun(words, stdout=file, stderr=subprocess.STDOUT)
         try:
             codes = job.wait(deadline)
         except subprocess.TimeoutExpired:

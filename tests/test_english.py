@@ -54,7 +54,6 @@ EXCEPTIONS = {
     "tests/test_docs.py": "names the former names of options",
     "tests/timing_model/test_cli.py": "tests the former values of an option",
     "CHANGELOG.md": "names the former values of an option",
-    "experiments/bench_timing_model.py": "has the name of a row of a result",
 }
 """Files that may hold refused words, and the reason."""
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import command
-from experiments.faults.outcome import Observation, Scenario, misses, row
+from experiments.faults.observation import Observation
+from experiments.faults.outcome import Scenario, misses, row
 from experiments.faults.scenarios import QUICK, SCENARIOS
 from experiments.faults.stage import Stage
 from experiments.kept_runs import KeptRuns

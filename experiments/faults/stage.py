@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from experiments.faults.outcome import Observation
+from experiments.faults.observation import Observation
 from experiments.results import REPOSITORY
 from experiments.testbed import Testbed
 from pipesgd.errors import RunError

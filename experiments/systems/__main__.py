@@ -19,8 +19,7 @@ A system is a file NAME.toml in this folder, also for pipesgd.train --config; it
 
 Finished parts are kept in systems.*.runs.json in the output folder, one workload after the other: the same command
 makes those that are missing or have failed, and writes the table only when all are there. With --finished, the table
-has the workloads and links of which nothing is missing. experiments.systems.headlines scales its cells to the clusters
-of the systems' authors.
+has the workloads and links of which nothing is missing.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from experiments.__main__ import EXPERIMENTS, KEEP_RUNS, Experiment, minutes_left, run_all
+from experiments.figures import manifest
 from experiments.gallery import FIGURES
 from experiments.results import RESULTS
 
@@ -18,7 +20,17 @@ THREE = [
 ]
 
 
-def test_every_result_is_made_by_one_of_them() -> None:
+def archived() -> dict[str, str]:
+    """Return the commits of the archived results, by name, as the table of the log has them."""
+    text = (RESULTS.parent / "LOG.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| `(\w+)` \|.*\| `(\w{7})` \|$", text, re.MULTILINE))
+
+
+def test_the_log_has_the_commit_at_which_an_archived_experiment_can_be_repeated() -> None:
+    assert archived() == {name: manifest(name)["git"]["commit"][:7] for name in archived()}
+
+
+def test_every_result_is_made_by_one_of_them_or_its_experiment_is_archived() -> None:
     names = {one.name for one in EXPERIMENTS}
     assert len(names) == len(EXPERIMENTS)
     made = {path.name.removesuffix(".manifest.json") for path in RESULTS.glob("*.manifest.json")}
@@ -29,7 +41,7 @@ def test_every_result_is_made_by_one_of_them() -> None:
         "systems_convergence": "systems",
         "validate_timing_model_auto": "validate_timing_model",
     }
-    assert {beside.get(name, name) for name in made} <= names
+    assert {beside.get(name, name) for name in made} - names == set(archived())
     assert {beside.get(one.name, one.name) for one in FIGURES} <= names
 
 

@@ -15,6 +15,7 @@ from experiments import testbed
 from experiments.bench_all_reduce import (
     ALGORITHMS,
     Contender,
+    Effort,
     Timed,
     compute,
     make_contenders,
@@ -22,7 +23,6 @@ from experiments.bench_all_reduce import (
     summarize,
     target_met,
 )
-from experiments.bench_ring import Effort
 from experiments.results import RESULTS, Row, load
 from experiments.testbed.links import Link
 from pipesgd.codecs.options import CodecOptions

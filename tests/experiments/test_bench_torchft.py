@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from experiments import bench_torchft
-from experiments.bench_accelerators import ALONE
 from experiments.bench_torchft import DELAYS, FULL, QUICK, STEPS, TARGETS, VERSION, WINDOW
+from experiments.loops_on_links import ALONE
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import alone
 
@@ -32,9 +32,8 @@ def test_another_version_than_the_compared_one_is_refused_in_one_line(
     )
 
 
-def test_blocks_are_steady_and_of_whole_windows() -> None:
+def test_blocks_are_of_whole_windows() -> None:
     for effort in (FULL, QUICK):
-        assert effort.steady
         assert effort.block % WINDOW == effort.untimed % WINDOW == 0
         assert all(WINDOW % steps == 0 for steps in STEPS.values())
     # Width 2 is full after two windows.

@@ -13,27 +13,20 @@ from _ranks import run_module
 from rich.console import Console
 
 from experiments import (
-    bench_pipelined,
-    bench_ring,
     command,
     forked_ranks,
-    fuzz,
     kill_anywhere,
     kill_noticed,
     silent_connections,
 )
 from experiments.faults import __main__ as faults
 from experiments.faults import stage
-from experiments.fuzzing import cases
 from experiments.results import RESULTS, sources
 from pipesgd.cli import HelpRequested
 from pipesgd.errors import UserInputError
-from timing_model import job
 
 Parse = Callable[[Sequence[str]], Namespace]
 PARSES: list[Parse] = [
-    lambda words: bench_ring.parse(words, 2),
-    lambda words: bench_pipelined.parse(words, 4),
     lambda words: kill_anywhere.parse(words, by_torchrun=False),
     lambda words: kill_noticed.parse(words, by_torchrun=False),
     lambda words: silent_connections.parse(words, by_torchrun=False),
@@ -49,20 +42,12 @@ def test_a_quick_run_never_overwrites_full_results(parse: Parse, tmp_path: Path)
     assert parse([]).output == RESULTS
 
 
-@pytest.mark.parametrize(
-    ("parse", "words"),
-    [
-        (faults.parse, ["--only", "S1"]),
-        (fuzz.parse, ["--only", "TOML options"]),
-    ],
-)
-def test_a_part_of_an_experiment_never_overwrites_full_results(
-    parse: Callable[[Sequence[str], bool], Namespace], words: list[str], tmp_path: Path
-) -> None:
+def test_a_part_of_an_experiment_never_overwrites_full_results(tmp_path: Path) -> None:
+    words = ["--only", "S1"]
     for output in ([], ["--output", str(RESULTS)]):
         with pytest.raises(UserInputError, match=r"--output must name another folder .* with --only"):
-            parse([*words, *output], False)
-    assert parse([*words, "--output", str(tmp_path)], False).only
+            faults.parse([*words, *output], False)
+    assert faults.parse([*words, "--output", str(tmp_path)], False).only
 
 
 def test_kept_results_are_void_when_a_file_of_their_harness_changes(tmp_path: Path) -> None:
@@ -81,7 +66,6 @@ def test_kept_results_are_void_when_a_file_of_their_harness_changes(tmp_path: Pa
     ("experiment", "parts"),
     [
         (faults, [stage]),
-        (fuzz, [cases, job]),
         (kill_anywhere, [forked_ranks]),
         (kill_noticed, [stage]),
     ],
@@ -111,13 +95,7 @@ def test_numbers_are_checked(words: list[str]) -> None:
         kill_anywhere.parse(words, by_torchrun=False)
 
 
-def test_the_number_of_ranks_is_checked() -> None:
-    with pytest.raises(UserInputError, match="at least 2 ranks"):
-        bench_ring.parse([], 1)
-    with pytest.raises(UserInputError, match="without torchrun"):
-        bench_ring.parse(["--all"], 2)
-    with pytest.raises(UserInputError, match="at least 2 ranks"):
-        bench_pipelined.parse([], 1)
+def test_an_experiment_that_starts_its_own_ranks_is_refused_under_torchrun() -> None:
     with pytest.raises(UserInputError, match="without torchrun"):
         kill_anywhere.parse([], by_torchrun=True)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from experiments.faults.__main__ import observe, parse
-from experiments.faults.outcome import Observation, Scenario, accused, misses, row, without_folders
+from experiments.faults.observation import Observation
+from experiments.faults.outcome import Scenario, accused, misses, row, without_folders
 from experiments.faults.scenarios import QUICK, SCENARIOS
 from experiments.faults.stage import Stage, checkpoints, logged_iterations
 from pipesgd.errors import RunError, UserInputError

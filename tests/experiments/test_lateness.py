@@ -12,7 +12,6 @@ from _ranks import run_module
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from experiments import quoted_staleness
 from experiments.late_layers import late_layers, layers_of, not_in
 from experiments.lateness import (
     ALONE,
@@ -27,7 +26,7 @@ from experiments.lateness import (
     summarize,
     tabulate,
 )
-from experiments.results import RESULTS, Row, load, save
+from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import simulate
 from experiments.simulation import SimulatedRanks
 from pipesgd.cli import parse as parse_training
@@ -180,14 +179,6 @@ def test_the_figure_has_a_line_for_one_layer_and_one_for_all_after_it() -> None:
 
 
 # ---- Command
-
-
-def test_the_quoted_table_has_the_most_values_that_may_be_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save("lateness_summary", summarize(rows()), folder=tmp_path)
-    monkeypatch.setattr(quoted_staleness, "RESULTS", tmp_path)
-    [_, _, line] = quoted_staleness.late_layers().splitlines()
-    assert line.startswith("| transformer-2 | +10.0 % | `positions` and all after it, ")
-    assert line.endswith(" of the values | +0.9 % |")
 
 
 @pytest.mark.parametrize(

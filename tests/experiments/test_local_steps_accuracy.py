@@ -34,6 +34,7 @@ from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import Run, simulate
 from experiments.staleness_runs import WORKLOADS
 from pipesgd.cli import parse as parse_training
+from pipesgd.run.metrics import read_metrics
 from timing_model.alternatives import FRAGMENTS_COSTS, LEAST_WINDOWS, WHOLE_COSTS
 
 pytestmark = pytest.mark.slow
@@ -113,6 +114,19 @@ def test_a_simulated_run_is_that_of_the_command(words: str, close: float, tmp_pa
     real, simulated = succeed(2, words, tmp_path)["final"], simulate(words, world_size=2)
     assert simulated.test_accuracy == real["test_accuracy"]
     assert simulated.test_loss == pytest.approx(real["test_loss"], rel=close)
+
+
+@pytest.mark.parametrize("options", ["--local-steps 2 --width 2 --codec int4", "--width 2 --codec int8"])
+def test_a_simulated_run_is_evaluated_on_its_way_as_the_command_is(options: str, tmp_path: Path) -> None:
+    words = "--dataset digits --hidden-sizes 20 --batch-size 16 --lr 0.1 --schedule one-cycle --iterations 10 --seed 3"
+    evaluated = f"{words} {options} --evaluate-iterations 4"
+    final = succeed(2, evaluated, tmp_path)["final"]["test_accuracy"]
+    accuracies = {line["iteration"] + 1: line["test_accuracy"] for line in read_metrics(tmp_path / "metrics.jsonl")}
+    run = simulate(evaluated, world_size=2)
+    assert run.points == [[4, accuracies[4]], [8, accuracies[8]], [10, final]]
+    assert len({accuracy for _, accuracy in run.points}) > 1
+    without = simulate(f"{words} {options}", world_size=2)
+    assert (without.points, without.test_loss) == ([], run.test_loss), "an evaluation changes nothing"
 
 
 def test_a_run_that_diverges_within_a_window_ends_there() -> None:

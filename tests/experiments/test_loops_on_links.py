@@ -1,4 +1,4 @@
-"""Loops timed on a testbed: what the ranks write, what the rows say, and the loops of bench_accelerators."""
+"""Loops timed on a testbed: what the ranks write, and what the rows say."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from experiments import bench_accelerators, bench_pipelined, cpu_time, loops_on_links
-from experiments.bench_pipelined import Workload, make_blocks
+from experiments import cpu_time, loops_on_links
 from experiments.cpu_time import CpuTime, Used
 from experiments.loops import Loop, Piped, Plain
-from experiments.loops_on_links import Effort, measure, plot, summarize, verdicts
+from experiments.loops_on_links import Effort, Workload, make_blocks, measure, plot, summarize, verdicts
 from experiments.results import Row
 from pipesgd.data import load_dataset
 from pipesgd.ranks import Ranks, alone
@@ -72,15 +71,10 @@ class Recorded:
         self.calls.append("close")
 
 
-def test_pipelines_are_empty_at_both_ends_of_a_block_unless_it_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipelines_are_full_at_both_ends_of_what_is_timed_and_empty_after_a_block() -> None:
     loop = Recorded()
-    monkeypatch.setattr("torch.distributed.barrier", lambda: loop.calls.append("barrier"))
     batches = [(torch.tensor(number), torch.tensor(0)) for number in range(4)]
-    [block] = make_blocks({"one": loop}, batches).values()
-    assert block() > 0
-    assert loop.calls == ["iterate 0", "iterate 1", "flush", "barrier", "iterate 2", "iterate 3", "flush"]
-    loop.calls.clear()
-    [block] = make_blocks({"one": loop}, batches, untimed=1, steady=True).values()
+    [block] = make_blocks({"one": loop}, batches, 1).values()
     assert block() > 0
     assert loop.calls == ["iterate 0", "iterate 1", "iterate 2", "iterate 3", "flush"]
 
@@ -102,31 +96,13 @@ def _computing(ranks: Ranks) -> Used:
 
 
 def _written(ranks: Ranks, folder: str) -> None:
-    bench_pipelined.load_dataset = lambda *_, **__: load_dataset("digits", None, image_size=8)  # type: ignore[attr-defined]
+    loops_on_links.load_dataset = lambda *_, **__: load_dataset("digits", None, image_size=8)  # type: ignore[attr-defined]
     workload = Workload(name="mlp", model="mlp", hidden_sizes=(4,), batch_size=2)
 
     def loops(model: nn.Module, _: Ranks) -> dict[str, Loop]:
         return {"one": Plain(model), "two": Plain(model)}
 
-    blocks = count(1)
-    meters = {"block": lambda: lambda: next(blocks)}
-    known = {"one": {"predicted_s": 0.5}} if ranks.rank == 0 else {}
-    measure(workload, loops, ranks, Effort(block=2, rounds=3), Path(folder), meters, known)
-
-
-def _trained(ranks: Ranks) -> dict[str, list[float]]:
-    """Return the sum of the weights of each loop after one iteration."""
-    bench_accelerators.ACCELERATOR = "1ms"
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    loops = bench_accelerators.make_loops(model, ranks)
-    before = parameters_to_vector(model.parameters())
-    for loop in loops.values():
-        loop.iterate(torch.zeros(4, 3), torch.tensor([0, 1, 1, 1]))
-        loop.flush()
-        loop.close()
-    moved = {name: parameters_to_vector(loop.model.parameters()) - before for name, loop in loops.items()}
-    return {name: one.tolist() for name, one in moved.items()}
+    measure(workload, loops, ranks, Effort(block=2, rounds=3), Path(folder))
 
 
 def _by_windows(ranks: Ranks) -> dict[str, list[float]]:
@@ -167,56 +143,7 @@ def test_rank_0_writes_the_times_of_every_round(tmp_path: Path) -> None:
     assert list(found) == ["one", "two"]
     assert all(len(one["seconds"]) == 3 and min(one["seconds"]) > 0 for one in found.values())
     assert all(one["cpu_share"] > 0 for one in found.values())
-    # The first of four rounds, each of two blocks in another order, warms up.
-    assert sorted(one["block"] for one in found.values()) == [5, 6]
-    assert sorted(found["one"]["figures"]["block"] + found["two"]["figures"]["block"]) == [3, 4, 5, 6, 7, 8]
-    assert found["one"]["predicted_s"] == 0.5
-    assert "predicted_s" not in found["two"]
     assert (tmp_path / "progress").read_text() == "round 4 of 4, 0:00:00 left"
-
-
-@pytest.mark.slow
-def test_every_loop_applies_the_fixed_gradients() -> None:
-    """All ranks have the same ones, so that their mean is what a rank has alone, up to the codec's rounding."""
-    first, second = run_ranks(2, _trained)
-    exact = first["no communication"]
-    assert first.keys() == bench_accelerators.wire_seconds().keys()
-    assert any(exact)
-    for name, moved in first.items():
-        assert moved == second[name]
-        assert moved == pytest.approx(exact, abs=2e-6), name
-
-
-def test_the_links_need_this_long_at_least() -> None:
-    wire = bench_accelerators.wire_seconds()
-    assert wire["DDP"] == wire["width 2, fp32"] == pytest.approx(0.4507, abs=1e-3)  # 2 * 3/4 * 7.18 MB at 200 Mbit/s
-    assert wire["DDP, fp16"] == pytest.approx(wire["DDP"] / 2)
-    assert wire["no communication"] == 0 < wire["width 2, int4"] < wire["width 1, int8"] < wire["DDP, fp16"]
-
-
-def test_a_cell_is_written_in_a_word() -> None:
-    cell = bench_accelerators.Cell.of("2x1gbit,25ms")
-    assert (cell.cluster.nodes, cell.cluster.link.rate, cell.accelerator) == (2, 1e9, "25ms")
-    assert bench_accelerators.Cell.of(bench_accelerators.CELLS[0]) == (bench_accelerators.CLUSTER, "75ms")
-
-
-def test_pipelines_are_judged_by_the_larger_of_wire_and_computation() -> None:
-    cluster = bench_accelerators.CLUSTER
-    wire = bench_accelerators.wire_seconds(cluster)
-    assert wire["width 2, int4"] < 0.08 < wire["width 2, int8"]
-    seconds = dict.fromkeys(wire, 1.0) | {
-        "no communication": 0.08,
-        "width 2, int8": 1.2 * wire["width 2, int8"],
-        "width 2, int4": 0.08 * 1.05,
-        "width 1, int4, buckets": 0.4,
-        "DDP, fp16": 1.0,
-    }
-    found = bench_accelerators.judge({name: {"seconds": [one] * 3} for name, one in seconds.items()}, cluster)
-    assert {name: (round(float(one["median"]), 6), one["verdict"]) for name, one in found.items()} == {
-        "width 2, int8 / limit of width 2, int8": (1.2, "MISSED"),
-        "width 2, int4 / limit of width 2, int4": (1.05, "met"),
-        "width 1, int4, buckets / DDP, fp16": (0.4, "met"),
-    }
 
 
 def test_progress_is_shown_while_the_ranks_run(
@@ -224,10 +151,10 @@ def test_progress_is_shown_while_the_ranks_run(
 ) -> None:
     monkeypatch.setattr("experiments.command.LINE_SECONDS", 0.01)
     path, said = tmp_path / loops_on_links.PROGRESS_FILE, ""
-    with loops_on_links._progress_shown("reduces", path):
+    with loops_on_links._progress_shown("bench_gpu", path):
         loops_on_links._write_progress(tmp_path, alone(), 4, count(1), time.perf_counter() - 10)
         deadline = time.monotonic() + 10
         while "left" not in said and time.monotonic() < deadline:
             said += capsys.readouterr().err
             time.sleep(0.01)
-    assert said.splitlines()[-1].startswith("reduces: round 1 of 4, 0:00:3")
+    assert said.splitlines()[-1].startswith("bench_gpu: round 1 of 4, 0:00:3")

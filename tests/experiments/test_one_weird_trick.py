@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from _ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from experiments import quoted_loops
 from experiments.one_weird_trick.__main__ import FOLDER, PLANS, divided, parse, train
 from pipesgd.data import build_model
 from pipesgd.errors import UserInputError
@@ -73,14 +71,3 @@ def test_ranks_send_what_the_formulas_say(rows: dict[str, dict[str, Any]]) -> No
         assert row["in_layers_bytes"] == ring * RANKS * SAMPLES * 4 * hidden, "the sum of the second layer's outputs"
         assert row["gradient_bytes"] == pytest.approx(4 * ring * below, rel=1e-3), "convolutions alone"
         assert row["bytes"] == row["passed_bytes"] + row["in_layers_bytes"] + row["gradient_bytes"]
-
-
-def test_the_quoted_table_compares_each_seed_with_data_parallelism(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quoted_loops, "RESULTS", tmp_path)
-    (tmp_path / "one_weird_trick.csv").write_text(
-        "plan,seed,test_accuracy,passed_bytes,gradient_bytes,bytes\n"
-        "data,0,0.8,0,2e6,2e6\ndata,1,0.9,0,2e6,2e6\nmodel,0,0.79,1e6,0,3e6\nmodel,1,0.92,1e6,0,3e6\n"
-    )
-    assert "| `model` | 1.0 | 0.0 | 3.0 | 85.50 | +0.50 (-1.00 to +2.00) |" in quoted_loops.weird_trick()

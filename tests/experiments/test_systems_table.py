@@ -13,8 +13,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from experiments import footprint, quoted_systems, validation_runs
-from experiments.results import REPOSITORY, RESULTS, load, save
+from experiments import footprint, validation_runs
+from experiments.results import REPOSITORY, RESULTS, load
 from experiments.simulated_tables import crossing_of
 from experiments.systems import pictures, table, times
 from experiments.systems.catalogue import HOGWILD
@@ -259,21 +259,6 @@ def test_reasons_are_said_once() -> None:
     assert "mlp, theano-easgd: seed 0: diverged in iteration 3" in lines
     assert "mlp, ddp: reached and kept by 1 of 2 seeds" in lines
     assert not any(line.startswith("ddp: ") for line in lines)
-
-
-def test_pages_show_every_system_and_why_a_cell_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save("systems", list(rows().values()), folder=tmp_path)
-    monkeypatch.setattr(quoted_systems, "RESULTS", tmp_path)
-    head, _, *lines = quoted_systems.all_systems().splitlines()
-    assert head.startswith("| MLP | ms at 1 Gbit/s |")
-    assert head.endswith("| s to 80.00 %, calculated |")
-    assert any(line.startswith(f"| {HOGWILD} | 80, no links |") for line in lines), "it has one host"
-    assert lines[0] == f"| d-sync | 250, 2.0x (1.0 to 2.0) | 10% | 1.00 | 2 | 81.00 (+0.00) | {0.25 * 800 / 3:.1f} |"
-    assert lines[3] == "| local | 100, 4.0x (3.0 to 5.0) |  | 1.00 | 2 |  |  |"
-    assert "- `local`: hidden share: nothing is exchanged" in lines
-    assert "- `theano-easgd`: seed 0: diverged in iteration 3" in lines
-    assert sum(line.startswith("|") for line in lines) == len(TITLES)
-    assert quoted_systems.systems_of("mlp", "ddp").count("\n| ") == 1
 
 
 def test_a_target_needs_synchronous_training() -> None:

@@ -14,8 +14,8 @@ from _runs import run_job_on_forked_ranks
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments import quoted, validation_runs
-from experiments.results import RESULTS, load, save
+from experiments import validation_runs
+from experiments.results import RESULTS, load
 from experiments.timed_configurations import undisturbed
 from experiments.validate_timing_model import (
     decide,
@@ -178,24 +178,6 @@ def test_planning_may_take_five_seconds_or_a_fiftieth_of_the_run() -> None:
     )
     assert summary[f"auto, {HELD_OUT}"]["planning_above_target"] == 1
     assert summary[f"auto, {SHARED}"]["planning_above_target"] == 0
-
-
-def test_tables_for_the_docs_are_those_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {
-        "free": measured(w2=cell(1.0, 1.0, predicted=1.02), w3=cell(0.9, 0.9, predicted=0.8)),
-        "far": measured(chose=None, w1=cell(1.0, 1.0)),
-        "shared": measured(w2=cell(1.0, 1.0, cpu_share=0.9)),
-    }
-    rows, decisions = tabulate(found, KINDS), decide(found, KINDS)
-    save("validate_timing_model", rows, folder=tmp_path)
-    save("validate_timing_model_auto", decisions, folder=tmp_path)
-    monkeypatch.setattr("experiments.quoted.RESULTS", tmp_path)
-    assert "| free | 2 | 6.6 | 10.7 | 0.0 | 50 |" in quoted.predictions()
-    assert "| of these, the ring | 2 |" in quoted.predictions()
-    assert "| of these, torch's own all-reduce |" not in quoted.predictions()
-    assert "| **all shared cores** | 1 | 0.0 | 0.0 | 0.0 | 100 |" in quoted.predictions()
-    assert "| free | 2, int4, ring | 1000 | +2.0 | +1.0 | +11.1 | +0.0 | 14.0 |" in quoted.chosen_by_auto()
-    assert "| all pairs | 1 | 27.5 | 11.1 | 1 |" in quoted.third_width()
 
 
 @pytest.mark.parametrize(

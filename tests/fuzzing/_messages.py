@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.fuzzing.cases import Target, absurd_number
-from experiments.fuzzing.mutations import NASTY_JSON, damaged
 from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage, unpack_state
 from pipesgd.baselines.parameter_server.shard import Shard
 from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout
@@ -22,6 +20,8 @@ from pipesgd.errors import PipesgdError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.hyperparameters import as_numbers
 from pipesgd.ranks import Ranks, check_same_options
+from tests.fuzzing._cases import Target, absurd_number
+from tests.fuzzing._mutations import NASTY_JSON, damaged
 
 OPTIONS = {"lr": 0.1, "width": 2, "output": "run"}
 ATTEMPTS = ("exchange", "agree", "options", "ranks on each node")

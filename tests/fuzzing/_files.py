@@ -24,9 +24,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from experiments.fuzzing.cases import Target, absurd_number
-from experiments.fuzzing.mutations import NASTY_JSON, damaged, damaged_text, nested
-from experiments.fuzzing.words import try_timing_model
 from pipesgd.baselines.local import Local
 from pipesgd.config import TrainConfig
 from pipesgd.data.binary_files import read_cifar100, read_idx
@@ -38,6 +35,9 @@ from pipesgd.run import output
 from pipesgd.run.checkpoint import Checkpoints
 from pipesgd.run.metrics import SECONDS, read_metrics
 from pipesgd.run.state import RunState
+from tests.fuzzing._cases import Target, absurd_number
+from tests.fuzzing._mutations import NASTY_JSON, damaged, damaged_text, nested
+from tests.fuzzing._words import try_timing_model
 from timing_model.cluster_profile import Profile
 from timing_model.measured import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
 

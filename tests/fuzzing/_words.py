@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from experiments import accelerators
-from experiments.fuzzing.cases import Target, absurd_number, complaint_about_line
-from experiments.fuzzing.mutations import NASTY_TOML, NASTY_WORDS, damaged_text, nested
 from experiments.testbed.links import parse_latency, parse_loss, parse_rate, parse_slow_node
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.cli import FOR_ONE_RUN, HelpRequested, as_toml, parse, parse_as
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
+from tests.fuzzing._cases import Target, absurd_number, complaint_about_line
+from tests.fuzzing._mutations import NASTY_TOML, NASTY_WORDS, damaged_text, nested
 from timing_model import units
 from timing_model.cli import main as timing_model
 

@@ -20,9 +20,6 @@ DEADLINE_SECONDS = 30.0
 LONGEST_LINE = 2000
 """Most characters of a message; a longer one is no help."""
 
-OUTCOMES = ("accepted", "refused", "absurd", "traceback", "hang")
-FAILURES = OUTCOMES[2:]
-
 
 @dataclass(frozen=True)
 class Target:
@@ -45,7 +42,7 @@ class Verdict:
     """The outcome of a case."""
 
     outcome: str
-    """One of ``OUTCOMES``."""
+    """One of accepted, refused, absurd, traceback and hang, of which the last three are failures."""
     why: str
     seconds: float
 
