@@ -108,7 +108,6 @@ EXPERIMENTS = (
         minutes=40,
     ),
     Experiment(name="bench_codecs", words="bench_codecs", minutes=15),
-    Experiment(name="bench_prediction", words="bench_prediction", minutes=5),
     Experiment(name="bench_import", words="bench_import", minutes=3),
     Experiment(name="bench_timing_model", words="bench_timing_model", minutes=1),
     Experiment(name="codec_accuracy", words="codec_accuracy", minutes=90),
