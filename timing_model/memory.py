@@ -20,9 +20,8 @@ def rank_memory(job: Job) -> float | None:
     n are the bytes of the whole model, of which a share s is split over the mu members of an island (0 without any); q
     is ``job.optimizer_state``, and z is 1 for a codec that keeps a residual, otherwise 0. These are the weights, the
     optimizer's state, gradients on their way and the one that the backward pass computes, and in a pipeline what its
-    prediction needs if it takes steps of a copy of the optimizer: the most of what docs/method.md lists. Weights that
-    FSDP2 has gathered, and a second residual with ``--on-nonfinite skip``, are left out, too.
-    Parameter servers and local steps are not known.
+    prediction needs: the most of what docs/method.md lists. Weights that FSDP2 has gathered, and a second residual with
+    ``--on-nonfinite skip``, are left out, too. Parameter servers and local steps are not known.
 
     >>> from timing_model.options import computation_of
     >>> from timing_model.cluster_profile import Profile

@@ -26,10 +26,12 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> Optimizer:
     """
     decay = config.weight_decay
     parameters = list(model.parameters())
+    # One pass over memory a step, and a prediction takes further steps (DECISIONS.md); torch has it for real numbers.
+    fused = all(parameter.is_floating_point() for parameter in parameters)
     if config.optimizer == "adam":
-        return Adam(parameters, lr=config.lr, weight_decay=decay)
+        return Adam(parameters, lr=config.lr, weight_decay=decay, fused=fused)
     if config.optimizer == "adamw":
-        return AdamW(parameters, lr=config.lr, weight_decay=decay)
+        return AdamW(parameters, lr=config.lr, weight_decay=decay, fused=fused)
     if config.optimizer == "adagrad":
         return Adagrad(parameters, lr=config.lr, weight_decay=decay)
     if config.optimizer == "muon":
@@ -38,7 +40,7 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> Optimizer:
         others = [parameter for parameter in parameters if id(parameter) not in hidden]
         return MuonWithAdamW(matrices, others, lr=config.lr, weight_decay=decay)
     nesterov = config.optimizer == "nesterov"
-    return SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=decay, nesterov=nesterov)
+    return SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=decay, nesterov=nesterov, fused=fused)
 
 
 def build_schedule(config: OptimizationConfig, optimizer: Optimizer, iterations: int) -> LRScheduler:

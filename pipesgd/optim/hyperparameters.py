@@ -35,12 +35,6 @@ def set_to(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> Iterato
         _update(optimizer, before)
 
 
-def with_options(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> list[dict[str, Any]]:
-    """Return all options of each parameter group as ``set_to`` would make them."""
-    own = [*values, *({} for _ in optimizer.param_groups[len(values) :])]
-    return [group | of_group for group, of_group in zip(optimizer.param_groups, own, strict=True)]
-
-
 def as_numbers(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return the values that are set now, one after the other."""
     return [

@@ -135,7 +135,6 @@ class DelayedUpdate:
         *,
         norm: float | None,
         iteration: int,
-        then: Sequence[Unapplied] = (),
     ) -> bool:
         """Apply a mean to the true weights, by one step of the optimizer with the options of its ``hand_over``.
 
@@ -144,23 +143,17 @@ class DelayedUpdate:
             guessed: the guess of each rank in this process; real ranks have a process each.
             norm: norm of the mean, the same on all ranks; for a guard.
             iteration: the iteration in which the mean is applied.
-            then: gradients that are in flight afterwards, if they are known: their prediction may be part of this.
 
         Returns:
             True if the guard has found that staleness hurts, so that a period at width 1 begins.
         """
         guard = self._guard if self.wants_norms else None
         fell_back = guard is not None and norm is not None and guard.observe(norm, iteration)
-        first = guessed[0]
-        in_one_pass = len(guessed) == 1 and self._prediction.apply(
-            mean, first.unapplied, first.comparison, first.agreement, then
-        )
-        if not in_one_pass:
-            self.learn(mean, guessed)
-            self._clip(mean)
-            give_gradients(self._parameters, mean)
-            with hyperparameters.set_to(self._optimizer, first.unapplied.hyperparameters):
-                self._optimizer.step()
+        self.learn(mean, guessed)
+        self._clip(mean)
+        give_gradients(self._parameters, mean)
+        with hyperparameters.set_to(self._optimizer, guessed[0].unapplied.hyperparameters):
+            self._optimizer.step()
         give_gradients(self._parameters, [None] * len(self._parameters))
         return fell_back
 

@@ -58,7 +58,6 @@ from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
 from pipesgd.optim.step import OwnSteps, SynchronousUpdate, check_not_schedule_free, set_aside_gradients
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.prediction import (
-    AddErrors,
     Agreement,
     OwnGradients,
     Prediction,
@@ -130,15 +129,14 @@ class OwnMovement(OwnGradients):
 
     at_width_1 = True
 
-    def _take_note(
-        self, kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
-    ) -> AddErrors | None:
+    def learn(
+        self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
+    ) -> None:
         if comparison is not None and comparison.cosine is not None:
             # The newest alone: where windows are few, a running mean was less accurate (experiments/LOG.md).
             agreement.cosine = comparison.cosine
-        return None
 
-    def _adapt(self, guess: list[Tensor], missed: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
+    def _adapt(self, guess: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
         if agreement.cosine != 1.0:
             torch._foreach_mul_(guess, max(agreement.cosine, 0.0) ** 2)
 

@@ -97,7 +97,7 @@ class Pipelined(Strategy):
     4. apply: the optimizer steps with the mean, of which no copy is made, at the learning rate that
        was set when the gradient was computed. The buffer returns to the pool;
     5. predict: for the next forward pass, the parameters get the weights that are expected once all gradients
-       in flight are applied (``pipesgd.pipeline.prediction``); where possible, in one pass over memory with 4.
+       in flight are applied (``pipesgd.pipeline.prediction``).
 
     Between steps the parameters therefore hold predicted weights. Hooks put the true ones in while the model is
     evaluated, saved or loaded (``pipesgd.pipeline.true_weights_hooks``); average and change weights in
@@ -893,14 +893,12 @@ class Pipelined(Strategy):
         with self.whole(f"the update of iteration {gradient.iteration}"):
             self._loss_scale.observe(bool(report.applied), gradient.scale)
             if report.applied:
-                guess, then = self._guess_of(gradient), [later.unapplied for later in self._in_flight][1:]
                 with self._own_steps.taken():
                     fell_back = self._updates.arrived(
                         gradient.buffer.views,
-                        [guess],
+                        [self._guess_of(gradient)],
                         norm=report.gradient_norm,
                         iteration=self.iteration,
-                        then=then,
                     )
             self._take_out(gradient)
         self._check_finite(report)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -32,7 +31,6 @@ from torch import Tensor
 from pipesgd.checks import check_one_of
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import give_gradients
-from pipesgd.optim.blockwise import Steps, in_blocks, pieces, steps_by_itself, steps_in_blocks
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.hyperparameters import Hyperparameters
 from pipesgd.optim.optimizer_copy import OptimizerCopy
@@ -158,19 +156,10 @@ class SwappedWeights:
 
     def begin(self, weights: Sequence[Tensor]) -> None:
         """Let the parameters hold a copy of ``weights``, to be changed into predicted weights."""
-        torch._foreach_copy_(self.room(), list(weights))
-        self._give_predicted()
-
-    def room(self) -> list[Tensor]:
-        """Return the storage of predicted weights, to be filled while the parameters hold the true ones."""
         if not self.predicted:
             self.predicted = [torch.empty_like(data) for data in _data(self._parameters)]
-        return self.predicted
-
-    def take_room(self) -> None:
-        """Let the parameters hold the predicted weights with which ``room`` was filled."""
+        torch._foreach_copy_(self.predicted, list(weights))
         self._give_predicted()
-        torch.autograd.graph.increment_version(self._parameters)  # as if they had been changed in place
 
     def work(self) -> None:
         """Let the parameters hold weights that may change in place: predicted ones, or a copy of the true ones."""
@@ -283,21 +272,6 @@ class Prediction(abc.ABC):
         """Update this rank's ``agreement`` when a finite ``mean`` has arrived; ``comparison`` is from ``compare``."""
         agreement.observe(comparison)
 
-    def apply(
-        self,
-        mean: Sequence[Tensor],
-        unapplied: Unapplied,
-        comparison: Comparison | None,
-        agreement: Agreement,
-        then: Sequence[Unapplied],
-    ) -> bool:
-        """Do all that is due when a finite ``mean`` has arrived, if one pass over memory can do it; return True if so.
-
-        That is ``learn``, ``correct``, clipping, a step of the optimizer under the hyperparameters of ``unapplied``,
-        and the work of the next ``predict`` if the gradients in flight will be those of ``then``.
-        """
-        return False
-
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
         """Change the ``mean`` of a gradient before it is applied, if needed; ``kept`` is what was kept of it."""
         return
@@ -324,182 +298,64 @@ class NoPrediction(Prediction):
         return
 
 
-AddErrors = Callable[[list[Tensor], list[Tensor], list[Tensor]], None]
-"""Function of the errors of past guesses, a guess and its mean, which adds this guess's errors to the others in place.
-It may be called with all of them or with the values of one block after the other."""
-
-
 class Replayed(Prediction, abc.ABC):
-    """A prediction by steps of the user's optimizer on copies, one step per gradient in flight.
+    """A prediction by steps of a copy of the user's optimizer, one step for each gradient in flight.
 
-    SGD, Adam and AdamW step block by block (``pipesgd.optim.blockwise``), so that only the weights are copied as a
-    whole. Of any other optimizer a copy takes the steps: that costs a copy of its state and of a gradient, too. Both
-    give the same bits.
+    It costs a copy of the optimizer's state, and of a gradient.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
         _check_apart(parameters, type(self))
         super().__init__(parameters, optimizer, clip)
-        self._optimizer = optimizer
         self._clip = clip
-        self._copy: OptimizerCopy | None = None
+        self._copy = OptimizerCopy(optimizer)
         self._gradients: list[Tensor] = []
-        self._foreseen: Sequence[Unapplied] = ()
-        """Gradients in flight for which ``apply`` has put predicted weights into their storage."""
-        if self._steps([[]], []) is None:
-            self._copied()  # now, so that an optimizer that cannot be copied is refused before the training
+        """Storage for a guess, which optimizers and clipping may change; empty until the first prediction."""
 
     @final
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
-        foreseen, self._foreseen = self._foreseen, ()
-        guesses = self._guesses(in_flight)
+        guesses = [(self._guess(gradient), gradient.hyperparameters) for gradient in in_flight]
+        guesses = [(guess, hyperparameters) for guess, hyperparameters in guesses if guess]
         if not guesses:
             return
         try:
-            if len(foreseen) != len(in_flight) or not all(map(operator.is_, foreseen, in_flight)):
-                tensors = [agreement.missed, self.weights.room(), *(guess for guess, _ in guesses)]
-                steps = self._steps([gradient.hyperparameters for gradient in in_flight], tensors)
-                if steps is None:
-                    self._replay_by_copy(in_flight, guesses, agreement)
-                    return
-                self._replay(steps, guesses, agreement)
-            self.weights.take_room()
+            self._replay(guesses, agreement)
         finally:  # also when interrupted: the next gradient would be added to a guess
             give_gradients(self._parameters, [None] * len(self._parameters))
 
-    @final
-    @torch.no_grad()
-    def apply(
-        self,
-        mean: Sequence[Tensor],
-        unapplied: Unapplied,
-        comparison: Comparison | None,
-        agreement: Agreement,
-        then: Sequence[Unapplied],
-    ) -> bool:
-        kept = unapplied.kept
-        room = self.weights.room() if then else []
-        tensors = [mean, kept, agreement.missed, room, *(gradient.kept for gradient in then)]
-        steps = self._steps([gradient.hyperparameters for gradient in (unapplied, *then)], tensors)
-        if steps is None or not steps.has_state or not steps_by_itself(self._optimizer):
-            return False
-        add_errors = self._take_note(kept, comparison, agreement)
-        self.correct(mean, kept)
-        means, own, missed = pieces(mean), pieces(kept), pieces(agreement.missed)
-        guesses = self._guesses(then)
-        replay_block = self._block_replay(steps, 1, guesses, agreement) if guesses else None
-        for block in steps:
-            if add_errors is not None:
-                add_errors(missed[block], own[block], means[block])
-            self._clip(means[block])
-            steps.update(block, means[block])
-            if replay_block is not None:
-                replay_block(block)
-        steps.count_update()
-        self._foreseen = tuple(then)
-        return True
-
-    @final
-    def learn(
-        self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
-    ) -> None:
-        add_errors = self._take_note(kept, comparison, agreement)
-        if add_errors is not None:
-            for missed, guess, arrived in in_blocks(agreement.missed, kept, mean):
-                add_errors(missed, guess, arrived)
-
     @property
     def nbytes(self) -> int:
-        return super().nbytes + _nbytes(self._gradients) + (0 if self._copy is None else self._copy.nbytes)
+        return super().nbytes + _nbytes(self._gradients) + self._copy.nbytes
 
     @abc.abstractmethod
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         """Return the guess for the mean that will arrive; empty if there is none."""
 
-    def _take_note(
-        self, kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
-    ) -> AddErrors | None:
-        """Do what ``learn`` does, except for what it does with the values of the mean: return that, if anything."""
-        agreement.observe(comparison)
-        return None
-
-    def _adapt(self, guess: list[Tensor], missed: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
-        """Change a guess, or a block of one, in place, for the ``oldest`` gradient in flight or for another one.
-
-        ``missed`` is the same part of ``agreement.missed``, empty if that is.
-        """
+    def _adapt(self, guess: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
+        """Change a guess in place, for the ``oldest`` gradient in flight or for another one."""
 
     def _extrapolate(self, predicted: list[Tensor], true: list[Tensor], agreement: Agreement) -> None:
-        """Change ``predicted`` weights, or a block of them, in place."""
+        """Change ``predicted`` weights in place."""
 
-    def _guesses(self, in_flight: Sequence[Unapplied]) -> list[tuple[Sequence[Tensor], int]]:
-        """Return the guesses for the gradients in flight, each with the number of its gradient among them."""
-        guesses = [(self._guess(gradient), number) for number, gradient in enumerate(in_flight)]
-        return [(guess, number) for guess, number in guesses if guess]
-
-    def _steps(self, under: Sequence[Hyperparameters], tensors: Sequence[Sequence[Tensor]]) -> Steps | None:
-        """Return steps block by block ``under`` these hyperparameters, if that is possible."""
-        if self._clip.norm is not None:
-            return None  # it looks at all gradients at once
-        return steps_in_blocks(self._optimizer, self._parameters, under, tensors)
-
-    @torch.no_grad()
-    def _replay(self, steps: Steps, guesses: Sequence[tuple[Sequence[Tensor], int]], agreement: Agreement) -> None:
-        """Fill the storage of predicted weights, block by block."""
-        replay_block = self._block_replay(steps, 0, guesses, agreement)
-        for block in steps:
-            replay_block(block)
-
-    def _block_replay(
-        self, steps: Steps, first: int, guesses: Sequence[tuple[Sequence[Tensor], int]], agreement: Agreement
-    ) -> Callable[[slice], None]:
-        """Return a function that predicts the weights of a block; ``first`` is the step of the first in flight."""
-        predicted, missed = pieces(self.weights.room()), pieces(agreement.missed)
-        cut = [(pieces(guess), number) for guess, number in guesses]
-
-        def replay_block(block: slice) -> None:
-            true, weights, errors = steps.weights[block], predicted[block], missed[block]
-            torch._foreach_copy_(weights, true)
-            state = steps.copied_state(block)
-            for order, (guess, number) in enumerate(cut):
-                gradients = [piece.clone() for piece in guess[block]]
-                self._adapt(gradients, errors, agreement, oldest=order == 0)
-                self._clip(gradients)
-                steps.step(first + number, block, weights, gradients, state)
-            self._extrapolate(weights, true, agreement)
-
-        return replay_block
-
-    def _replay_by_copy(
-        self,
-        in_flight: Sequence[Unapplied],
-        guesses: Sequence[tuple[Sequence[Tensor], int]],
-        agreement: Agreement,
-    ) -> None:
-        """Let the parameters hold weights that a copy of the optimizer has stepped."""
-        optimizer, gradients = self._copied()
+    def _replay(self, guesses: Sequence[tuple[Sequence[Tensor], Hyperparameters]], agreement: Agreement) -> None:
+        """Let the parameters hold weights that the copy of the optimizer has stepped by these guesses."""
         self.weights.begin(_data(self._parameters))
-        optimizer.follow()
+        self._copy.follow()
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(data) for data in _data(self._parameters)]
+        gradients = self._gradients
         devices = [gradients[0].device] if torch.cuda.is_initialized() and gradients[0].is_cuda else []
         # A rank without a guess takes fewer steps, and must still draw the same random numbers in the next update.
         with torch.random.fork_rng(devices):
-            for order, (guess, number) in enumerate(guesses):
-                # A copy, since optimizers (and clipping) may change gradients in place.
+            for order, (guess, hyperparameters) in enumerate(guesses):
                 torch._foreach_copy_(gradients, list(guess))
-                self._adapt(gradients, agreement.missed, agreement, oldest=order == 0)
+                self._adapt(gradients, agreement, oldest=order == 0)
                 self._clip(gradients)
                 give_gradients(self._parameters, gradients)
-                optimizer.step(in_flight[number].hyperparameters)
+                self._copy.step(hyperparameters)
         # An optimizer may have given the parameters other storage.
         self.weights.predicted = _data(self._parameters)
         self._extrapolate(self.weights.predicted, self.weights.true, agreement)
-
-    def _copied(self) -> tuple[OptimizerCopy, list[Tensor]]:
-        """Return a copy of the optimizer, and space for gradients; made when they are first needed."""
-        if self._copy is None:
-            self._copy = OptimizerCopy(self._optimizer)
-            self._gradients = [torch.zeros_like(data) for data in _data(self._parameters)]
-        return self._copy, self._gradients
 
 
 class OwnGradients(Replayed):
@@ -543,30 +399,26 @@ class Eager(OwnGradients):
     momentum, which has no such errors, the larger share of the update.
     """
 
-    def _take_note(
-        self, kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
-    ) -> AddErrors | None:
+    def learn(
+        self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
+    ) -> None:
         share = self._share(agreement)  # the guess was made with the cosine as it was
-        super()._take_note(kept, comparison, agreement)
+        super().learn(mean, kept, comparison, agreement)
         if not kept:
-            return None
+            return
         if not agreement.missed:
             agreement.missed = [torch.zeros_like(tensor) for tensor in kept]
+        torch._foreach_mul_(agreement.missed, CARRIED)
+        # In this order, nothing is left where the two are equal.
+        torch._foreach_add_(agreement.missed, list(kept), alpha=share)
+        torch._foreach_sub_(agreement.missed, list(mean), alpha=share)
 
-        def add_errors(missed: list[Tensor], guess: list[Tensor], mean: list[Tensor]) -> None:
-            torch._foreach_mul_(missed, CARRIED)
-            # In this order, nothing is left where the two are equal.
-            torch._foreach_add_(missed, guess, alpha=share)
-            torch._foreach_sub_(missed, mean, alpha=share)
-
-        return add_errors
-
-    def _adapt(self, guess: list[Tensor], missed: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
+    def _adapt(self, guess: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
         share = self._share(agreement)
         if share != 1.0:
             torch._foreach_mul_(guess, share)
-        if oldest and missed:
-            torch._foreach_add_(guess, missed, alpha=CARRIED)
+        if oldest and agreement.missed:
+            torch._foreach_add_(guess, agreement.missed, alpha=CARRIED)
 
     def _extrapolate(self, predicted: list[Tensor], true: list[Tensor], agreement: Agreement) -> None:
         if agreement.cosine != 1.0:

@@ -329,7 +329,7 @@ def test_what_is_inside_is_no_computation_of_one_rank_alone() -> None:
 @pytest.mark.parametrize("state", [0, 1, 2])
 def test_the_memory_of_a_rank_is_what_the_page_of_the_method_lists(width: int, state: int) -> None:
     page = (REPOSITORY / "docs" / "method.md").read_text(encoding="utf-8")
-    row = "width 1" if width == 1 else "`eager` by a copy of the optimizer"
+    row = "width 1" if width == 1 else "`eager`"
     [line] = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
     terms = line.split("|")[-2].strip(" $").split("+")
     symbols = {"S": state, "K": width, "": 1}
