@@ -125,7 +125,7 @@ shift 6
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What a job noticed, and what it said."""
+    """Times of a job among silent connections, and the warnings that it printed."""
 
     scene: str
     """A key of ``SCENES``."""

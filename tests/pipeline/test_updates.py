@@ -1,4 +1,4 @@
-"""What an update shows and holds: hooks of the optimizer, graphs, ``.grad``, and the memory of each prediction."""
+"""Hooks of the optimizer, graphs and ``.grad`` around an update, and the memory of each prediction."""
 
 from __future__ import annotations
 
