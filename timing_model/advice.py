@@ -104,8 +104,6 @@ def _no_ddp(plan: Plan) -> str:
     job = plan.best.job
     if job.cluster.placed:
         return "its time on links of a file is not known"
-    if job.rate_limit is not None:
-        return "it has no rate limit"
     if job.memory is not None:
         return "a rank has not enough memory for it"
     return "its time on this cluster is not known"

@@ -88,7 +88,7 @@ def hiding(choice: Choice, width: int) -> int | None:
     times = times_of(job, costs_of(job)).with_workers(job.loader_workers)
     for factor in range(1, most_accumulation(job) + 1):
         more = dataclasses.replace(times, forward=factor * times.forward, backward=factor * times.backward)
-        if more.hides(choice.collective.total, choice.collective.paced):
+        if more.hides(choice.collective.total):
             return factor
     return None
 

@@ -154,6 +154,27 @@ class Profile:
         except OSError as failure:
             raise ValueError(f"{path} must be a file to write; {failure.strerror}") from None
 
+    def limited_to(self, rate: float) -> Profile:
+        """Return the profile of the same cluster if each rank sends at most ``rate`` bytes of payload a second: the
+        bandwidth of its links is the smaller one of theirs and of this.
+
+        What was measured at a higher rate is left out, and the computation is slower by as much less as the bandwidth
+        is smaller: a rank's cores have the same work for a collective, in a longer time.
+        """
+        share = min(1.0, rate * self.link.params().byte_seconds())
+        if share == 1:
+            return self
+        slower = ("compute_slowdown", "codec_compute_slowdown")
+        return dataclasses.replace(
+            self,
+            link=self.link.limited_to(rate),
+            links={name: one.limited_to(rate) for name, one in self.links.items()},
+            compute=tuple(
+                dataclasses.replace(one, measured=(), **{name: getattr(one, name).times(share) for name in slower})
+                for one in self.compute
+            ),
+        )
+
     @property
     def named_ranks(self) -> int:
         """Ranks from 0 up to the last one that a link names; 0 if none names any."""

@@ -41,8 +41,7 @@ def training_arguments(job: Job) -> str:
     if job.members > 1:
         return with_mesh(job, "...")
     accumulation = f" --accumulation {job.micro_batches}" if job.micro_batches > 1 else ""
-    limit = "" if job.rate_limit is None else f" --rate-limit {8e-6 * job.rate_limit:g}mbit"
-    return _strategy_arguments(job) + accumulation + limit
+    return _strategy_arguments(job) + accumulation
 
 
 def _strategy_arguments(job: Job) -> str:
@@ -84,9 +83,8 @@ def _call(job: Job) -> str:
         hook = "" if job.codec == UNCOMPRESSED else f" and model.register_comm_hook(None, {HOOK})"
         return f"model = DistributedDataParallel(layers){hook}, without pipesgd"
     all_reduce = "" if job.all_reduce == "ring" else f'all_reduce="{job.all_reduce}"'
-    limit = "" if job.rate_limit is None else f'rate_limit="{8e-6 * job.rate_limit:g}mbit"'
-    exchange = _joined(f'codec="{job.codec}"', all_reduce, _segments(job), limit)
-    if job.width == 1 and job.rate_limit is None:  # which compress does not have
+    exchange = _joined(f'codec="{job.codec}"', all_reduce, _segments(job))
+    if job.width == 1:
         return f"pipesgd.ddp.compress(model, {exchange}){_own_buckets(job)}"
     if job.cut == WHOLE:
         return f"pipesgd.ddp.attach(model, optimizer, width={job.width}, {exchange})"

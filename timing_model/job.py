@@ -27,8 +27,8 @@ from timing_model.own_schedules import check_all_reduce
 from timing_model.parameter_server import check_servers
 from timing_model.params import FLOAT_BYTES, Noise, Parts
 from timing_model.presets import CODECS, HOST
-from timing_model.schedules import LEAST_RATE, SEGMENT_BYTES, paced_segment_bytes
-from timing_model.units import format_bandwidth, format_bytes
+from timing_model.schedules import SEGMENT_BYTES
+from timing_model.units import format_bytes
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
@@ -101,9 +101,6 @@ class Job:
     all_reduce: str | None = "ring"
     """All-reduce, one of ``ALL_REDUCES`` or ``module:function``; native with ddp, None with ps-sync."""
     segment_bytes: int = SEGMENT_BYTES
-    rate_limit: float | None = None
-    """Most bytes of messages that each rank sends in a second; None if there is no limit, as with native, ddp and
-    ps-sync."""
     buckets: str = "1"
     """Number of buckets in which gradients leave during the backward pass of a pipeline, or the largest size of one."""
     parts: tuple[Parts, ...] = ()
@@ -164,7 +161,6 @@ class Job:
         if self.strategy == "ps-sync":
             check_servers(self.servers, self.world_size, self.placement)
         self._check_all_reduce()
-        self._check_rate_limit()
         self._check_nodes()
         self._check_placed()
         self._check_islands()
@@ -227,7 +223,6 @@ class Job:
             "all_reduce hierarchical": self.all_reduce == "hierarchical",
             f"codec {self.codec}": self.gathered,
             "local_steps": self.local_steps > 1,
-            "rate_limit": self.rate_limit is not None,
         }
         for what, used in unknown.items():
             if used:
@@ -280,21 +275,6 @@ class Job:
                 f"segment_bytes must be at least {self.least_segment_bytes} for {self.nbytes} bytes on {p} ranks, or "
                 f"this would take too long; got {self.segment_bytes}"
             )
-
-    def _check_rate_limit(self) -> None:
-        if self.rate_limit is None:
-            return
-        check_above_0("rate_limit", self.rate_limit)
-        if self.rate_limit < LEAST_RATE:
-            raise ValueError(f"rate_limit must be at least 1mbit; got {format_bandwidth(self.rate_limit)}")
-        why = "whose messages are not paced" if self.strategy != "pipelined" or self.all_reduce == "native" else None
-        if self.all_reduce == "hierarchical":
-            why = "whose ranks may share a NIC, which the model cannot tell"
-        if self.cluster.placed:
-            why = "whose ranks have links of their own"
-        if why is not None:
-            got = format_bandwidth(self.rate_limit)
-            raise ValueError(f"rate_limit must be left out with {self.measured_as}, {why}; got {got}")
 
     def _check_codec(self) -> None:
         known = [UNCOMPRESSED, *self.cluster.codecs, *(name for name in CODECS if name not in self.cluster.codecs)]
@@ -394,31 +374,12 @@ class Job:
     @property
     def measured(self) -> MeasuredIteration | None:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
-        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.members > 1 or self.limited:
+        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.members > 1:
             return None
         if self.accumulation > 1 or self.local_steps > 1 or self.parts:
             return None
         own = configuration(self)
         return next((one for one in self.compute.measured if configuration(one) == own), None)
-
-    @property
-    def sending_share(self) -> float:
-        """Share of a collective in which a rank sends as fast as link and cores can: below 1 at a rate limit."""
-        link = self.cluster.link_of(self.measured_as).params()
-        return 1.0 if self.rate_limit is None else min(1.0, self.rate_limit * link.byte_seconds())
-
-    @property
-    def limited(self) -> bool:
-        """True if the rate limit is below the rate of the link and of the cores."""
-        return self.sending_share < 1
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of the largest message: a rate limit makes segments smaller, except where an answer would take too
-        long."""
-        if self.rate_limit is None:
-            return self.segment_bytes
-        return max(paced_segment_bytes(self.segment_bytes, self.rate_limit), self.least_segment_bytes)
 
     @property
     def gathered(self) -> bool:

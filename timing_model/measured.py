@@ -127,6 +127,12 @@ class LinkProfile:
         alpha, beta, gamma, sync = (Estimate.exact(getattr(link, name)) for name in LINK)
         return cls(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=link.overhead, host=link.host)
 
+    def limited_to(self, rate: float) -> LinkProfile:
+        """Return the link if it carries at most ``rate`` bytes a second, without corrections, which were measured at a
+        higher rate."""
+        beta = Estimate(*(max(end, 1 / rate) for end in dataclasses.astuple(self.beta)))
+        return self if beta == self.beta else dataclasses.replace(self, beta=beta, corrections=None)
+
     def params(self) -> LinkParams:
         values = {name: getattr(self, name).value for name in LINK}
         return LinkParams(overhead=self.overhead, host=self.host, **values)

@@ -44,12 +44,6 @@ def add_job(options: Parser) -> None:
         metavar="10Gbit/s",
         help="rate of each rank's link, packet headers included",
     )
-    cluster.add_argument(
-        "--rate-limit",
-        type=quantity(parse_bandwidth, "rate-limit"),
-        metavar="50mbit",
-        help="most that each rank sends in a second, as with pipesgd.train, packet headers excluded; pipelined only",
-    )
     cluster.add_argument("--world-size", type=whole(), required=True, metavar="P", help="number of ranks")
     group = options.add_argument_group("model and job")
     group.add_argument("--model", metavar="NAME", help=f"model of the profile, or a known size: {', '.join(MODELS)}")
@@ -223,7 +217,6 @@ def base_of(given: Namespace, **configuration: Any) -> Job:
         cluster=cluster,
         compute=_compute(given, cluster),
         world_size=given.world_size,
-        rate_limit=given.rate_limit,
         ranks_per_node=given.ranks_per_node,
         nics=given.nics,
         accumulation=given.accumulation,

@@ -214,7 +214,7 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
             costs, times=half(costs.times, "update", "outer_update", "forward", "backward")
         ),
         LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
-        NETWORK: dataclasses.replace(with_links("beta"), rate_limit=2 * costs.rate_limit),
+        NETWORK: with_links("beta"),
         HOST: with_links("host"),
         LATENCY: with_links("alpha", "overhead", "sync"),
         CODEC: dataclasses.replace(
@@ -235,7 +235,7 @@ def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: Colle
     if job.width == job.local_steps == 1:  # ddp and servers, too
         return max(iteration.total, iteration_time(job, dataclasses.replace(costs, noise=noise))[0].total)
     times = times_of(job, costs).with_workers(job.loader_workers)
-    t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total, collective.paced)
+    t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total)
     window = lasting_period(t_compute, t_comm, job.width, job.workers, noise)
     return max(iteration.total, window / job.local_steps)
 

@@ -58,8 +58,6 @@ def job_line(job: Job) -> str:
     if job.accumulation > 1 and not compute.batch_size:
         batch = f", {job.accumulation} micro-batches an iteration"
     rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
-    if job.limited and job.rate_limit is not None:
-        rate = f"sending limited to {format_bandwidth(job.rate_limit)}"
     rate += ","
     if job.cluster.placed:
         fastest = min(one.link.beta for one in job.cluster.placed)

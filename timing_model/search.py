@@ -219,5 +219,4 @@ class Search:
 def _cut(job: Job, segment_bytes: int) -> tuple[int, ...]:
     """Return the number of messages in which a chunk of each buffer travels."""
     chunks = chunks_of(str(job.all_reduce), job.mesh.islands)
-    limit = dataclasses.replace(job, segment_bytes=segment_bytes).message_bytes
-    return tuple(segments_of(values / chunks, limit) for values in job.mesh.buffers(job.wire_bytes))
+    return tuple(segments_of(values / chunks, segment_bytes) for values in job.mesh.buffers(job.wire_bytes))

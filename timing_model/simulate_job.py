@@ -93,8 +93,7 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
     if iterations > most:
         raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
     times, t_batch = loaded(times_of(job, costs_of(job)), job.loader_workers, job.cores_used)
-    collective = answer.collective
-    window, t_comm = times.window(job.local_steps).at_width(job.width, collective.total, collective.paced)
+    window, t_comm = times.window(job.local_steps).at_width(job.width, answer.collective.total)
     simulation = simulate_iterations(
         t_compute=window / job.local_steps,
         t_comm=t_comm,

@@ -114,6 +114,9 @@ def decide(
         UserInputError: the job is outside of what was measured.
     """
     limit = rate_of(config.pipeline.rate_limit, config.pipeline.all_reduce)
+    if limit < math.inf:  # to the model, that is the bandwidth
+        profile = dataclasses.replace(profile, compute=(compute,)).limited_to(limit)
+        [compute] = profile.compute
     unmodelled = unmeasured(config)
     if unmodelled:
         compute = dataclasses.replace(compute, measured=())  # of runs without these properties
@@ -122,7 +125,6 @@ def decide(
             cluster=profile,
             compute=dataclasses.replace(compute, samples=None),  # the run's data set may be another one
             world_size=world_size,
-            rate_limit=None if limit == math.inf else limit,
             iterations=iterations,
             loader_workers=config.data.workers,
             parts=tuple(parts),
@@ -171,7 +173,7 @@ def search(base: Job, config: TrainConfig, iterations: int) -> Decided:
     answer = predict(found.best.job, extrapolate=True)
     return Decided(
         choices=choices_in(found.best.job),
-        why=why(found, auto),
+        why=why(found, auto, limited=config.pipeline.rate_limit is not None),
         answer=answer,
         audition=audition_of(found, answer, auto, iterations=iterations, begin=config.pipeline.warmup_iterations),
     )
@@ -300,10 +302,12 @@ def unmeasured(config: TrainConfig) -> list[str]:
     return found
 
 
-def why(found: Plan, auto: Sequence[str]) -> list[str]:
-    """Explain the choice in words."""
+def why(found: Plan, auto: Sequence[str], *, limited: bool) -> list[str]:
+    """Explain the choice in words; ``limited`` if ranks limit their rate, which DDP does not."""
     if not auto:
         return []
+    if limited:
+        found = dataclasses.replace(found, ddp=None)
     if "codec" not in auto:
         found = dataclasses.replace(found, uncompressed=None)  # leaves out the advice on codecs
     chosen = f"chosen of {found.considered}: {training_arguments(found.best.job)}; {reason(found.best)}"

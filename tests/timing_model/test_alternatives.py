@@ -20,7 +20,6 @@ from timing_model.alternatives import (
     epoch,
     epochs,
     hiding,
-    hiding_steps,
     last_worth,
 )
 from timing_model.choices import Space
@@ -49,13 +48,6 @@ def job_of(
 )
 def test_accumulation_hides_as_much_as_the_formula_says(ratio: float, factor: int | None) -> None:
     assert hiding(plan(job_of(ratio), SPACE).best, 2) == factor
-
-
-def test_accumulation_and_local_steps_hide_the_pause_at_a_rate_limit_too() -> None:
-    """An all-reduce takes 15 ms less than its bytes at the limit, which are to take 2.01 s."""
-    choice = plan(job_of(0.1, rate_limit=6e6 / 2.01), SPACE).best
-    assert 1.99 < choice.collective.total < 2.0
-    assert (hiding(choice, 2), hiding_steps(choice)) == (3, 3)
 
 
 def test_a_plan_says_what_accumulation_gains_and_costs() -> None:

@@ -356,10 +356,6 @@ BAD = {
     ),
     f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
     f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
-    f"predict {HAND} --rate-limit 50": "rate-limit must have a unit such as 10Gbit/s; got '50'",
-    f"predict {HAND} --rate-limit 0.5mbit": "rate-limit must be at least 1mbit; got 500 kbit/s",
-    f"predict {HAND} --rate-limit 1e-15mbit": "rate-limit must be at least 1mbit; got 0.00 bit/s",
-    f"predict {HAND} --rate-limit 50mbit --strategy ddp": "rate-limit must be left out with native, whose messages",
     f"predict {HAND} --width 1{'0' * 400}": "width must be at most 1e+18; got a number of 401 digits",
     f"predict {HAND} --iterations 1{'0' * 18}1": "iterations must be at most 1e+18; got a number of 20 digits",
     f"predict {HAND} --epochs 3": "epochs must be left out where the samples or the batch size are not",
@@ -490,12 +486,6 @@ def test_links_that_cores_cap_are_told_apart_by_where_the_cap_comes_from(
         assert words is None or words in out
 
 
-def test_a_rate_limit_that_cores_never_reach_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    for limit, limited in (("15Gbit/s", True), ("50Gbit/s", False)):
-        out = said(capsys, f"predict --network 100GbE --rate-limit {limit} {BY_HAND}")
-        assert ("sending limited to" in out) == limited
-
-
 def test_many_ranks_with_links_of_their_own_are_planned_with_large_segments(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -528,11 +518,6 @@ def test_many_ranks_with_links_of_their_own_are_planned_with_large_segments(
             "--ranks-per-node 2 --nics 2",
             "nics must be left out where each rank has links of its own",
         ),
-        (
-            "[[link]]",
-            "--rate-limit 1Mbit/s",
-            "rate-limit must be left out with ring, whose ranks have links of their own",
-        ),
         ("[[link]]", "--latency 1us", "latency must be left out with --cluster, which says it; got 1e-06"),
     ],
 )
@@ -555,7 +540,7 @@ WORDS = st.sampled_from(
     1e-300bit/s 0s --accumulation --price 1.2/h --compute --bandwidth --latency --parameters
     --split fsdp2 tensor --members --activations 8MiB --split-share 0.5 --memory 1GB --optimizer-state
     --inner-latency --inner-bandwidth
-    = -- - --rate-limit 50mbit --local-steps é predict --width=2 999999999999999999999999999999""".split()
+    = -- - 50mbit --local-steps é predict --width=2 999999999999999999999999999999""".split()
 )
 
 

@@ -63,27 +63,6 @@ def test_the_time_is_that_of_the_code(name: str, world_size: int, segments: int)
 
 @pytest.mark.parametrize("world_size", range(2, 10))
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("segments", [1, 3])
-def test_the_time_at_a_rate_limit_is_that_of_the_code(name: str, world_size: int, segments: int) -> None:
-    """The limit is a quarter of the link's rate."""
-    numel, rate_limit = 6 * DIVISIBLE, 0.25 / ODD.beta
-    segment_bytes = 4 * numel // by_name(name)(0, world_size).chunks // segments
-    measured = virtual_time(
-        by_name(name),
-        world_size,
-        Network(link=ODD, rate_limit=rate_limit),
-        Uncompressed(),
-        uncompressed(ODD.gamma),
-        numel,
-        segment_bytes,
-        paced=True,
-    )
-    predicted = all_reduce_time(name, ODD, numel, world_size, segment_bytes=segment_bytes, rate_limit=rate_limit)
-    assert predicted.total == pytest.approx(measured, rel=EXACT)
-
-
-@pytest.mark.parametrize("world_size", range(2, 10))
-@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("segment_bytes", [1 << 30, 6000])
 def test_the_time_is_that_of_the_code_with_a_codec(name: str, world_size: int, segment_bytes: int) -> None:
     codec = make_codec(CodecOptions(codec="int8", codec_block=64), "cpu")

@@ -532,7 +532,6 @@ def test_the_command_plans_meshes(capsys: pytest.CaptureFixture[str]) -> None:
             "plan HAND --inner-latency 3us --inner-bandwidth 1GB/s",
             "inner-latency must be left out with one rank on each node (--ranks-per-node); got 3.00 us",
         ),
-        ("plan HAND --split fsdp2 --rate-limit 1Gbit/s", "members must be 1 with rate_limit, UNKNOWN; got 2"),
         (
             "predict HAND --split fsdp2 --members 2 --strategy ddp",
             "members must be 1 with strategy ddp, UNKNOWN; got 2",

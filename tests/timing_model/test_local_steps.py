@@ -277,12 +277,11 @@ def test_local_steps_that_gain_little_are_not_mentioned(ratio: float, mentioned:
 @pytest.mark.parametrize("ratio", [2.5, 20.5])
 def test_what_is_mentioned_comes_with_all_its_options(ratio: float) -> None:
     space = dataclasses.replace(SPACE, all_reduces=("halving-doubling",))
-    said = alternatives(plan(job_of(ratio, rate_limit=1e12), space), space)
+    said = alternatives(plan(job_of(ratio), space), space)
     mentioned = [one for one in said if "--width" in one]
     assert len(mentioned) >= 2
     for one in mentioned:
         assert "--all-reduce halving-doubling --segment-bytes 1073741824" in one
-        assert "--rate-limit 8e+06mbit" in one
 
 
 def test_they_are_called_senseless_where_they_are() -> None:

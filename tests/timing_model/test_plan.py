@@ -204,7 +204,6 @@ def test_hooks_of_ddp_that_do_not_run_are_not_searched() -> None:
         ({}, {"strategies": ("ps-sync",)}, "Slower than DDP, which is 3.11 times as fast as "),
         ({}, {"strategies": ("pipelined",), "codecs": ("fp32",), "widths": (1,), "buckets": ("1",)}, "Slower than DDP"),
         ({"world_size": 1}, {}, "One rank exchanges nothing"),
-        ({"rate_limit": 1e7}, {}, "No comparison with DDP: it has no rate limit."),
         ({"memory": 5e8, "split": "fsdp2"}, {}, "No comparison with DDP: a rank has not enough memory for it."),
     ],
 )
