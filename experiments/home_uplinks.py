@@ -61,7 +61,7 @@ def answer(job: Job, windows: int) -> Row:
     best = plan(job, space).best
     found = hiding_steps(best)
     steps = found or MOST_LOCAL_STEPS
-    local = dataclasses.replace(best.job, local_steps=steps, iterations=steps * windows)
+    local = best.job.changed(local_steps=steps, iterations=steps * windows)
     predicted, without = predict(local), best.iteration.total
     samples = job.compute.batch_size * job.world_size * DAY
     return {

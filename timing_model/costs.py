@@ -129,7 +129,6 @@ def _servers(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
         job.nbytes,
         job.world_size,
         servers=job.servers,
-        placement=job.placement,
         sharing=costs.sharing,
     )
     return partial(server_iteration_time, traffic=traffic, world_size=job.workers, noise=costs.noise), traffic
@@ -187,7 +186,7 @@ def times_of(job: Job, costs: Costs) -> ComputeTimes:
 
 def _share_links(job: Job) -> bool:
     """Return True if members of an island use links on which it exchanges gradients with other islands."""
-    members, placed = job.members, job.cluster.placed
+    members, placed = job.islands.members, job.cluster.placed
     if not placed:
         return not job.mesh.within_node
 
@@ -207,7 +206,7 @@ def workers_that_hide(job: Job) -> int | None:
     if costs.times.loading == 0 or without == 0:
         return None
     workers = math.ceil(costs.times.loading / without)
-    hidden = iteration_time(dataclasses.replace(job, loader_workers=workers), costs)[0]
+    hidden = iteration_time(job.changed(loader_workers=workers), costs)[0]
     return workers if hidden.loading <= HIDDEN * hidden.total else None
 
 
@@ -246,14 +245,14 @@ def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
         all_reduce_time,
         str(job.all_reduce),
         dataclasses.replace(costs.link, beta=mesh.sharing * costs.link.beta),
-        world_size=mesh.islands,
+        world_size=mesh.number,
         codec=codec,
         segment_bytes=job.segment_bytes,
         inner=costs.inner,
-        ranks_per_node=job.ranks_per_node,
-        nics=job.nics,
+        ranks_per_node=job.nodes.ranks_per_node,
+        nics=job.nodes.nics,
         placed=costs.placed,
-        members=mesh.members,
+        members=mesh.islands.members,
     )
     return _together(one_time(values) for values in mesh.buffers(numel))
 
@@ -266,7 +265,7 @@ def correction_of(job: Job) -> tuple[float, float] | None:
     """Return the factor on the formula's time of the collective, and the share by which it may be off; None if this
     all-reduce, or parameter server, was not measured among this many ranks, or there are islands."""
     corrections = job.cluster.corrections_of(job.measured_as)
-    if corrections is None or job.gathered or job.members > 1:
+    if corrections is None or job.gathered or job.islands.members > 1:
         return None
     return corrections.at(job.world_size, job.wire_bytes)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from timing_model.all_reduce import messages_meet, unconnected
+from timing_model.arguments import option, options_in, whole
 from timing_model.buckets import WHOLE, Cut
-from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
+from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import Profile
 from timing_model.measured import (
     MOST,
@@ -22,13 +24,13 @@ from timing_model.measured import (
     MeasuredIteration,
     configuration,
 )
-from timing_model.mesh import Mesh
+from timing_model.mesh import Islands, Mesh, Nodes
 from timing_model.own_schedules import check_all_reduce
-from timing_model.parameter_server import check_servers
+from timing_model.parameter_server import Servers
 from timing_model.params import FLOAT_BYTES, Noise, Parts
 from timing_model.presets import CODECS, HOST
-from timing_model.schedules import SEGMENT_BYTES
-from timing_model.units import format_bytes
+from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.units import format_bytes, parse_price
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
@@ -38,9 +40,6 @@ DDP_CODECS = (UNCOMPRESSED, "fp16")
 BF16_HOOK = "torch accepts DDP's bf16 hook only in a build for CUDA with NCCL"
 OWN_ALL_REDUCE = {"pipelined": "ring", "ddp": "native", "ps-sync": None}
 """Default all-reduce of each strategy."""
-ON_NODES = ("ring", "native", "hierarchical")
-"""All-reduces whose time is known where adjoining ranks share a node and its NIC. On a ring only one of these ranks
-sends to another node, so nothing changes; with other all-reduces all of them would send at once."""
 UNSIMULATED = ("native", "parameter servers", "a codec whose parts are gathered")
 """Ways of communicating whose messages cannot be simulated one by one."""
 CHECKED_CV = 0.6
@@ -87,59 +86,82 @@ class Support(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Length:
+    """Length of a job, and its price.
+
+    Raises ``ValueError`` in one line that names the field, if the fields do not go together.
+    """
+
+    epochs: int | None = option(None, whole(), "N")
+    """Length of the job in epochs."""
+    iterations: int | None = option(None, whole(), "N")
+    """Length of the job in iterations, instead of --epochs."""
+    price: float | None = option(None, parse_price, "1.20/h")
+    """Price of a rank, in any currency, for a time."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "epochs"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.epochs is not None and self.iterations is not None:
+            raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
+        if self.price is not None:
+            check_at_least("price", self.price, 0)
+
+    def check(self, job: Job) -> None:
+        """Raise ``ValueError`` unless the time of ``job`` is known for this length."""
+        if job.iterations_per_epoch == 0:
+            batch = job.accumulated
+            raise ValueError(
+                f"samples must be at least {job.workers * batch.batch_size}, a batch of {batch.batch} for each of "
+                f"{job.workers} ranks; got {batch.samples}"
+            )
+        if self.epochs is not None and job.iterations_per_epoch is None:
+            raise ValueError(
+                "epochs must be left out where the samples or the batch size are not known (give both, or iterations); "
+                f"got {self.epochs}"
+            )
+        if self.price is not None and job.job_iterations is None and job.iterations_per_epoch is None:
+            raise ValueError(
+                "price must be left out where neither the job's iterations nor the samples and the batch size are "
+                f"known; got {self.price:g} per second"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A job: its computation, how gradients are reduced, and on how many ranks of which cluster."""
 
     cluster: Profile
     compute: ComputeProfile
     world_size: int
-    strategy: str = "pipelined"
-    """Strategy, one of ``STRATEGIES``."""
-    width: int = 1
-    """Width of the pipeline; 1 is synchronous."""
-    codec: str = UNCOMPRESSED
-    all_reduce: str | None = "ring"
-    """All-reduce, one of ``ALL_REDUCES`` or ``module:function``; native with ddp, None with ps-sync."""
-    segment_bytes: int = SEGMENT_BYTES
-    buckets: str = "1"
-    """Number of buckets in which gradients leave during the backward pass of a pipeline, or the largest size of one."""
+    strategy: str = option("pipelined", choices=STRATEGIES)
+    """Strategy."""
+    width: int = option(1, whole(), "K")
+    """Iterations in flight; 1 is synchronous. The command has 2 for a pipeline."""
+    local_steps: int = option(1, whole(), "H")
+    """Iterations that each rank trains by itself before the ranks exchange their movements."""
+    codec: str = option(UNCOMPRESSED)
+    """Codec, one of the profile's."""
+    all_reduce: str | None = option("ring", choices=(*ALL_REDUCES, "module:function"))
+    """All-reduce; native with ddp, and none with ps-sync."""
+    segment_bytes: int = option(SEGMENT_BYTES, whole(), "N")
+    """Bytes of the largest message."""
+    buckets: str = option("1", shown="N|SIZE")
+    """Buckets in which gradients leave during the backward pass: a number, or the largest size of one."""
     parts: tuple[Parts, ...] = ()
     """Gradients of a pipeline whose parts are gathered, in place of an all-reduce of all their values."""
-    ranks_per_node: int = 1
-    """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
-    loader_workers: int = 0
+    loader_workers: int = option(0, whole(0), "W")
     """Processes of a rank that load batches; with 0, the rank loads them itself."""
-    nics: int = 1
-    """NICs of a node, which the ranks of a hierarchical all-reduce share."""
-    servers: int = 1
-    """Servers of ps-sync, which ``placement`` colocates with workers or puts on ranks of their own."""
-    placement: str = "colocated"
-    local_steps: int = 1
-    """Iterations of a window, in which each rank trains by itself, and after which ranks exchange what it moved."""
-    accumulation: int = 1
-    """Batches of an iteration, each that of ``compute``, whose gradients are exchanged once."""
-    iterations: int | None = None
-    """Iterations of the job; None if ``epochs``, or no length, is given."""
-    epochs: int | None = None
-    members: int = 1
-    """Ranks of an island, which hold the model together; 1 if each rank holds all of it."""
-    split: str | None = None
-    """Way in which members hold the model, one of ``mesh.SPLITS``; None if no islands are considered."""
-    split_share: float = 1.0
-    """Share of the model that tensor parallelism splits: of its values, and of its computation."""
-    activations: float | None = None
-    """Bytes that tensor parallelism sums inside an island in an iteration, for the samples of one rank."""
-    memory: float | None = None
-    """Most bytes of a rank for what ``memory.rank_memory`` counts; None if they are not limited."""
-    optimizer_state: float = 2.0
-    """Values that the optimizer keeps for each weight: 0 with SGD, 1 with momentum, 2 with Adam and AdamW."""
-    price: float | None = None
-    """Price of a rank, in any currency, per second."""
+    accumulation: int = option(1, whole(), "A")
+    """Micro-batches of --batch-size, and of --compute, whose gradients are exchanged once."""
+    nodes: Nodes = field(default_factory=Nodes)
+    servers: Servers = field(default_factory=Servers)
+    islands: Islands = field(default_factory=Islands)
+    length: Length = field(default_factory=Length)
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers"):
-            check_count(name, getattr(self, name))
-        for name in ("local_steps", "accumulation"):
+        for name in ("world_size", "width", "segment_bytes", "local_steps", "accumulation"):
             check_count(name, getattr(self, name))
         check_at_least("loader_workers", self.loader_workers, 0)
         if self.world_size > LARGEST_WORLD:
@@ -149,9 +171,6 @@ class Job:
                 raise ValueError(f"{name} must be at most {self.most_micro_batches}; got {getattr(self, name)}")
         if self.local_steps > 1 and self.accumulation > 1:
             raise ValueError(f"accumulation must be 1 with local_steps; got {self.accumulation}")
-        for name in ("iterations", "epochs"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
         check_one_of("strategy", self.strategy, STRATEGIES)
         for name in ("width", "local_steps"):
             if self.strategy != "pipelined" and getattr(self, name) != 1:
@@ -159,79 +178,38 @@ class Job:
                     f"{name} must be 1 with strategy {self.strategy}, which has no pipeline; got {getattr(self, name)}"
                 )
         if self.strategy == "ps-sync":
-            check_servers(self.servers, self.world_size, self.placement)
+            self.servers.check(self.world_size)
         self._check_all_reduce()
-        self._check_nodes()
+        self.nodes.check(self)
         self._check_placed()
-        self._check_islands()
+        self.islands.check(self)
         self._check_codec()
         self._check_parts()
         self._check_buckets()
-        if self.iterations_per_epoch == 0:
-            batch = self.accumulated
-            raise ValueError(
-                f"samples must be at least {self.workers * batch.batch_size}, a batch of {batch.batch} for each of "
-                f"{self.workers} ranks; got {batch.samples}"
-            )
-        if self.epochs is not None and self.iterations is not None:
-            raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
-        if self.epochs is not None and self.iterations_per_epoch is None:
-            raise ValueError(
-                "epochs must be left out where the samples or the batch size are not known (give both, or iterations); "
-                f"got {self.epochs}"
-            )
-        if self.price is not None:
-            check_at_least("price", self.price, 0)
-            if self.job_iterations is None and self.iterations_per_epoch is None:
-                raise ValueError(
-                    "price must be left out where neither the job's iterations nor the samples and the batch size are "
-                    f"known; got {self.price:g} per second"
-                )
+        self.length.check(self)
 
-    def _check_nodes(self) -> None:
-        g = self.ranks_per_node
-        if self.world_size % g:
-            raise ValueError(f"ranks_per_node must divide {self.world_size} ranks; got {g}")
-        if self.nics > g:
-            raise ValueError(f"nics must be at most as many as ranks_per_node, {g}; got {self.nics}")
-        if g > 1 and self.all_reduce not in ON_NODES:
-            raise ValueError(
-                f"ranks_per_node must be 1 with {self.measured_as}, whose ranks would share their node's NIC, which "
-                f"the model cannot tell; got {g}"
-            )
+    def changed(self, **values: Any) -> Job:
+        """Return the job with other values of its own fields, or of those of its groups, by the options' names.
+
+        Raises ``ValueError`` as a ``Job`` does.
+        """
+        return dataclasses.replace(self, **in_groups(values, self))
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of all fields but cluster and computation, by the options' names."""
+        own = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        for name in ("cluster", "compute"):
+            del own[name]
+        groups = {name: own.pop(name) for name in GROUPS}
+        return own | {
+            name: getattr(group, item.name) for group in groups.values() for name, item in options_in(type(group))
+        }
 
     def _check_placed(self) -> None:
-        if not self.cluster.placed:
-            return
-        if self.nics > 1:
-            raise ValueError(f"nics must be left out where each rank has links of its own; got {self.nics}")
-        if self.all_reduce in (None, "native") or self.gathered:
+        if self.cluster.placed and (self.all_reduce in (None, "native") or self.gathered):
             raise ValueError(
                 "all_reduce must send messages that can be simulated where the cluster's file has a link for each of "
                 f"them, so not {' or '.join(UNSIMULATED)}; got {self.codec if self.gathered else self.measured_as}"
-            )
-
-    def _check_islands(self) -> None:
-        if self.memory is not None:
-            check_above_0("memory", self.memory)
-        check_at_least("optimizer_state", self.optimizer_state, 0)
-        mesh = self.mesh  # refuses what is no mesh
-        if self.members == 1:
-            return
-        unknown = {
-            f"strategy {self.strategy}": self.strategy != "pipelined",
-            "all_reduce hierarchical": self.all_reduce == "hierarchical",
-            f"codec {self.codec}": self.gathered,
-            "local_steps": self.local_steps > 1,
-        }
-        for what, used in unknown.items():
-            if used:
-                got = self.members
-                raise ValueError(f"members must be 1 with {what}, with which islands are not modelled; got {got}")
-        if mesh.within_node and self.cluster.inner is None and not self.cluster.placed:
-            raise ValueError(
-                "members must be 1, or more than a node has, without a link inside nodes (--inner-latency and "
-                f"--inner-bandwidth, or a table [inner] in the cluster's file); got {self.members}"
             )
 
     def _check_all_reduce(self) -> None:
@@ -264,12 +242,14 @@ class Job:
         """Raise ``ValueError`` if the messages cannot be followed: no link leads where one is sent, or there are too
         many of them."""
         placed, p = self.cluster.placed, self.world_size
-        apart = unconnected(str(self.all_reduce), p, self.ranks_per_node, placed, self.members) if placed else None
-        if apart is not None:
-            raise ValueError(
-                f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no table "
-                "[[link]] of the cluster's file connects them"
-            )
+        if placed:
+            g, members = self.nodes.ranks_per_node, self.islands.members
+            apart = unconnected(str(self.all_reduce), p, g, placed, members)
+            if apart is not None:
+                raise ValueError(
+                    f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no "
+                    "table [[link]] of the cluster's file connects them"
+                )
         if self.segment_bytes < self.least_segment_bytes:
             raise ValueError(
                 f"segment_bytes must be at least {self.least_segment_bytes} for {self.nbytes} bytes on {p} ranks, or "
@@ -304,7 +284,7 @@ class Job:
             why = "accumulation, since their size is that of one micro-batch"
         elif self.cluster.placed:
             why = "links of single ranks"
-        elif self.members > 1:
+        elif self.islands.members > 1:
             why = "islands, which exchange whole shares"
         if why is not None:
             raise ValueError(f"parts must be left out with {why}; got {len(self.parts)}")
@@ -343,15 +323,7 @@ class Job:
     @cached_property
     def mesh(self) -> Mesh:
         """Islands of the ranks, and what a member of one has of the model."""
-        return Mesh(
-            world_size=self.world_size,
-            members=self.members,
-            ranks_per_node=self.ranks_per_node,
-            nics=self.nics,
-            split=self.split,
-            split_share=self.split_share,
-            activations=self.activations,
-        )
+        return Mesh(world_size=self.world_size, islands=self.islands, nodes=self.nodes)
 
     @property
     def cut(self) -> Cut:
@@ -374,7 +346,7 @@ class Job:
     @property
     def measured(self) -> MeasuredIteration | None:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
-        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.members > 1:
+        if self.strategy != "pipelined" or self.nodes.ranks_per_node > 1 or self.islands.members > 1:
             return None
         if self.accumulation > 1 or self.local_steps > 1 or self.parts:
             return None
@@ -400,13 +372,13 @@ class Job:
     @property
     def meets(self) -> bool:
         """True if messages meet on the way, or on links that differ, so that they must be simulated one by one."""
-        return bool(self.cluster.placed) or messages_meet(self.all_reduce, self.mesh.islands)
+        return bool(self.cluster.placed) or messages_meet(self.all_reduce, self.mesh.number)
 
     @property
     def simulated_ranks(self) -> int:
         """Number of ranks whose messages are simulated where they meet: those of one all-reduce, or all of them where
         each has links of its own."""
-        return self.world_size if self.cluster.placed else self.mesh.islands
+        return self.world_size if self.cluster.placed else self.mesh.number
 
     @property
     def nbytes(self) -> int:
@@ -426,8 +398,8 @@ class Job:
     @property
     def workers(self) -> int:
         """Ranks that compute."""
-        apart = self.strategy == "ps-sync" and self.placement == "dedicated"
-        return self.world_size - self.servers if apart else self.world_size
+        apart = self.strategy == "ps-sync" and self.servers.placement == "dedicated"
+        return self.world_size - self.servers.number if apart else self.world_size
 
     @property
     def noise(self) -> Noise:
@@ -450,7 +422,7 @@ class Job:
     def accumulated(self) -> ComputeProfile:
         """Computation of a whole iteration of a rank: of all its micro-batches, and one update of what it holds."""
         compute, mesh = self.compute.accumulate(self.accumulation), self.mesh
-        if self.members == 1:
+        if self.islands.members == 1:
             return compute
         factors = {"forward": mesh.computed, "backward": mesh.computed, "loading": mesh.samples}
         factors |= {"update": mesh.held, "late_update": mesh.held}
@@ -461,8 +433,8 @@ class Job:
     @property
     def job_iterations(self) -> int | None:
         """Iterations of the whole job; None if the job does not say how long it is."""
-        per_epoch = self.iterations_per_epoch
-        return self.iterations if self.epochs is None or per_epoch is None else self.epochs * per_epoch
+        length, per_epoch = self.length, self.iterations_per_epoch
+        return length.iterations if length.epochs is None or per_epoch is None else length.epochs * per_epoch
 
     @property
     def iterations_per_epoch(self) -> int | None:
@@ -473,7 +445,30 @@ class Job:
 
     def cost(self, seconds: float | None) -> float | None:
         """Return the price of all ranks for this time; None if the price, or the time, is not known."""
-        return None if self.price is None or seconds is None else self.price * self.world_size * seconds
+        price = self.length.price
+        return None if price is None or seconds is None else price * self.world_size * seconds
+
+
+GROUPS: dict[str, type] = {"nodes": Nodes, "servers": Servers, "islands": Islands, "length": Length}
+"""Groups of fields of a ``Job``."""
+
+
+def in_groups(values: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
+    """Return the fields of a ``Job`` that have these values, by the options' names.
+
+    Other fields of the groups that are named have the values of ``job``, or their defaults.
+
+    Raises ``ValueError`` as the groups do.
+
+    >>> in_groups({"width": 2, "nics": 1})
+    {'width': 2, 'nodes': Nodes(ranks_per_node=1, nics=1)}
+    """
+    fields = dict(values)
+    for group, kind in GROUPS.items():
+        own = {item.name: fields.pop(name) for name, item in options_in(kind) if name in fields}
+        if own:
+            fields[group] = dataclasses.replace(kind() if job is None else getattr(job, group), **own)
+    return fields
 
 
 def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> ComputeProfile:
@@ -540,7 +535,7 @@ def support_of(job: Job) -> Support:
         reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
     if job.strategy == "ddp" and job.codec not in DDP_CODECS:
         reasons.append((INTERPOLATED if ranges.world_sizes else GIVEN, BF16_HOOK))
-    if job.members > 1:
+    if job.islands.members > 1:
         reasons.append((EXTRAPOLATED if ranges.world_sizes else GIVEN, ISLANDS))
     if not ranges.world_sizes:
         reasons += [(GIVEN, one) for one in _capped(job)]

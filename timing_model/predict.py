@@ -95,11 +95,7 @@ class Answer:
             "gains": self.gains,
             "support": self.support.kind,
             "reasons": list(self.support.reasons),
-            "job": {
-                field.name: getattr(job, field.name)
-                for field in dataclasses.fields(job)
-                if field.name not in ("cluster", "compute")
-            }
+            "job": job.values()
             | {"parts": [dataclasses.asdict(one) for one in job.parts]}
             | {"model": job.compute.model, "batch_size": job.compute.batch_size or None}
             | {"parameters": job.compute.numel},
@@ -124,7 +120,7 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     if job.measured is not None:
         iteration, found = as_measured(job, iteration), job.measured.iteration
         below, above = found.value - found.low, found.high - found.value
-    one = dataclasses.replace(job, width=1, members=1)
+    one = job.changed(width=1, members=1)
     alone = loaded_time(one, costs_of(one), lambda times: IterationTime(times.total, times.total, 0.0, 0.0, 0.0)).total
     workers, batch_size = job.workers, job.accumulated.batch_size
     per_epoch = job.iterations_per_epoch

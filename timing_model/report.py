@@ -88,7 +88,7 @@ def answer_text(answer: Answer) -> str:
     parts = [("computation", iteration.compute), ("waiting for the network", iteration.wire)]
     parts += [("waiting for codec and sums", iteration.codec), ("jitter and slow ranks", iteration.jitter)]
     parts += [("loading batches", iteration.loading)] if job.compute.loading.value else []
-    parts += [("collectives inside islands", iteration.inside)] if job.members > 1 else []
+    parts += [("collectives inside islands", iteration.inside)] if job.islands.members > 1 else []
     rows = []
     for name, seconds in parts:
         share = seconds / iteration.total if iteration.total > 0 else 0.0
@@ -174,7 +174,7 @@ def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) 
     lines += [f"Choose {describe(best.job)}: {training_arguments(best.job)}"]
     if answer.low < answer.high:
         lines += [f"An iteration will take {format_seconds(answer.low)} to {format_seconds(answer.high)} (90 %)."]
-    if answer.epoch is not None and best.job.price is not None:
+    if answer.epoch is not None and best.job.length.price is not None:
         lines += [f"An epoch will take {_with_cost(best.job, answer.epoch)}."]
     if answer.total is not None:
         lines += [f"The whole job will take {_with_cost(best.job, answer.total)}."]
@@ -184,7 +184,7 @@ def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) 
 
 def _counts_memory(job: Job) -> bool:
     """Return True if a person who asks about this job asks about memory, too."""
-    return job.split is not None or job.memory is not None
+    return job.islands.split is not None or job.islands.memory is not None
 
 
 def _memory(job: Job) -> str:

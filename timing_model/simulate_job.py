@@ -122,7 +122,7 @@ def median_share(job: Job) -> float:
     run."""
     if job.noise.cv == job.noise.comm_cv == 0:
         return 1.0
-    same = dataclasses.replace(job, iterations=MEDIAN_ITERATIONS, epochs=None, buckets="1")
+    same = job.changed(iterations=MEDIAN_ITERATIONS, epochs=None, buckets="1")
     simulated = simulate_job(same, extrapolate=True)
     return simulated.median / simulated.period if simulated.period > 0 else 1.0
 

@@ -22,7 +22,7 @@ from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simp
 from timing_model.cluster_profile import Profile
 from timing_model.configurations import training_arguments
 from timing_model.fragments import MOST_LOCAL_STEPS, hiding_fragments, hiding_windows, predict_in_turns
-from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
+from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, Length, support_of
 from timing_model.measured import UNCOMPRESSED, ComputeProfile
 from timing_model.params import Parts
 from timing_model.plan import Plan, plan
@@ -125,7 +125,7 @@ def decide(
             cluster=profile,
             compute=dataclasses.replace(compute, samples=None),  # the run's data set may be another one
             world_size=world_size,
-            iterations=iterations,
+            length=Length(iterations=iterations),
             loader_workers=config.data.workers,
             parts=tuple(parts),
         )

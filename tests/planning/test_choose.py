@@ -24,12 +24,13 @@ from tests.timing_model._profiles import MLP, PROFILE, ran, rates
 from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
 from timing_model.fragments import in_windows, windows_of
-from timing_model.job import GIVEN, INTERPOLATED, Job
+from timing_model.job import GIVEN, INTERPOLATED, Job, Length
 from timing_model.measured import CodecProfile, Estimate
 from timing_model.predict import predict
 
 EXPENSIVE = rates(1e-6)
 LIMIT = "--rate-limit 8mbit"
+HUNDRED = Length(iterations=100)
 
 
 def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
@@ -119,7 +120,7 @@ def test_a_codec_that_costs_more_than_the_wire_is_not_chosen() -> None:
 
 def job(profile: Profile) -> Job:
     compute = profile.compute[0]
-    return Job(cluster=profile, compute=compute, world_size=4, width=2, codec="int8", all_reduce="ring", iterations=100)
+    return Job(cluster=profile, compute=compute, world_size=4, width=2, codec="int8", all_reduce="ring", length=HUNDRED)
 
 
 def test_what_is_predicted_is_what_the_timing_model_says() -> None:
@@ -251,7 +252,7 @@ def test_the_fewest_fragments_that_a_window_hides_are_chosen_and_predicted(words
         f"chosen: --fragments {fragments}, the fewest of which each is exchanged while a window computes"
     ]
     config = parse(words.split()).pipeline
-    job = Job(cluster=profile, compute=profile.compute[0], world_size=4, width=config.width, iterations=100)
+    job = Job(cluster=profile, compute=profile.compute[0], world_size=4, width=config.width, length=HUNDRED)
     answers = [predict(one) for one in windows_of(job, config.local_steps, fragments)]
     assert len(answers) == fragments
     assert planned.iteration_seconds == pytest.approx(fmean(one.iteration.total for one in answers))

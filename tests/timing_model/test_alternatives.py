@@ -23,7 +23,7 @@ from timing_model.alternatives import (
     last_worth,
 )
 from timing_model.choices import Space
-from timing_model.job import Job
+from timing_model.job import Job, in_groups
 from timing_model.plan import plan
 from timing_model.predict import predict
 
@@ -40,7 +40,7 @@ def job_of(
     """
     link = LinkParams(alpha=alpha, beta=ratio / (2 * 3 / 4 * 4 * NUMEL), gamma=0.0, sync=0.0)
     work = dataclasses.replace(compute(1.0, NUMEL, batch_size=10, samples=samples), tensors=tensors)
-    return Job(cluster=by_hand(link), compute=work, **{"world_size": 4} | options)
+    return Job(cluster=by_hand(link), compute=work, **in_groups({"world_size": 4} | options))
 
 
 @pytest.mark.parametrize(

@@ -226,29 +226,6 @@ def test_codecs_that_cost_accuracy_are_searched_when_all_are_asked_for(capsys: p
     assert names[2] == {"sign", "fp32"}  # a parameter server has no codec
 
 
-@pytest.mark.parametrize(
-    ("former", "current"),
-    [
-        ("--strategy ps-sync --server-placement own", "--strategy ps-sync --server-placement dedicated"),
-        ("--strategy ps-sync --server-placement=beside", "--strategy ps-sync --server-placement=colocated"),
-        ("--cards 1", "--nics 1"),
-        ("--cards=1", "--nics=1"),
-    ],
-)
-def test_former_names_work_and_say_what_they_are_called_now(
-    former: str, current: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predict", *HAND.split(), *former.split()]) == 0
-    with_former = capsys.readouterr()
-    assert main(["predict", *HAND.split(), *current.split()]) == 0
-    assert capsys.readouterr().out == with_former.out
-    assert re.fullmatch(
-        r"warning: (--cards is now --nics|--server-placement \w+ is now --server-placement \w+); "
-        r"the former name works in this version only\n",
-        with_former.err,
-    )
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """One distribution holds both packages."""
     assert said(capsys, "--version") == f"timing-model {pipesgd.__version__}\n"
@@ -261,11 +238,12 @@ def test_as_a_module(module: str) -> None:
     assert done.stdout.startswith("timing-model ")
 
 
-def test_the_installed_command_finds_functions_in_the_current_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["timing-model", "pipesgd"])
+def test_the_installed_command_finds_functions_in_the_current_folder(tmp_path: Path, name: str) -> None:
     """Python begins its path with the folder of the command, which pip writes as here, and not with the current one."""
     config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    module, _, function = config["project"]["scripts"]["timing-model"].partition(":")
-    command = tmp_path / "bin" / "timing-model"
+    module, _, function = config["project"]["scripts"][name].partition(":")
+    command = tmp_path / "bin" / name
     command.parent.mkdir()
     command.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n", encoding="utf-8")
     words = [sys.executable, str(command), "predict", *HAND.split(), "--all-reduce", "own_all_reduce:binomial_tree"]
@@ -349,7 +327,7 @@ BAD = {
     f"predict {HAND} --all-reduce rings": "all-reduce must be one of ring,",
     f"predict {HAND} --strategy dpp": "strategy must be one of pipelined, ddp, ps-sync; got dpp (did you mean ddp?)",
     f"predict {HAND} --strategy ddp --width 2": "width must be 1 with strategy ddp, which has no pipeline; got 2",
-    f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of colocated, dedicated",
+    f"predict {HAND} --strategy ps-sync --server-placement away": "server-placement must be one of colocated, ded",
     f"predict {HAND} --servers 4": "servers must be left out with strategy pipelined, which has none; got 4",
     f"predict {HAND} --strategy ddp --server-placement dedicated": (
         "server-placement must be left out with strategy ddp, which has none; got dedicated"

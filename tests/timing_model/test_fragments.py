@@ -42,7 +42,7 @@ def test_a_prediction_is_the_mean_over_the_turns_of_all_fragments(ratio: float) 
     sizes = [one.compute.numel for one in windows_of(job_of(ratio), 2, 3)]
     assert sum(sizes) == sum(TENSORS)
     expected = sum(max(2.0, ratio * size / sum(TENSORS)) for size in sizes) / (2 * 3)
-    answer = predict_in_turns(dataclasses.replace(job_of(ratio), iterations=60), 2, 3)
+    answer = predict_in_turns(job_of(ratio).changed(iterations=60), 2, 3)
     assert answer.iteration.total == pytest.approx(expected)
     assert sum(answer.iteration[1:]) == pytest.approx(expected)
     assert (answer.low, answer.high) == (pytest.approx(expected), pytest.approx(expected)), "nothing was measured"

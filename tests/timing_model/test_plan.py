@@ -20,7 +20,7 @@ from timing_model.alternatives import alternatives
 from timing_model.choices import ACCURATE, LARGEST_ALL_TO_ALL, LATE_TIE, SEGMENTS, TIE, Space, simplicity
 from timing_model.configurations import describe, training_arguments
 from timing_model.costs import collective_time, costs_of, iteration_time
-from timing_model.job import Job
+from timing_model.job import Job, in_groups
 from timing_model.params import PlacedLink
 from timing_model.plan import EQUAL, Plan, plan
 from timing_model.predict import predict
@@ -39,7 +39,7 @@ SPACE = Space(
 def job_on(network: str, model: str, seconds: float, **options: Any) -> Job:
     tensors = (MODELS[model] // 50,) * 50
     work = compute(seconds, 1, tensors=tensors, cv=0.03)
-    return Job(cluster=by_hand(NETWORKS[network]), compute=work, **{"world_size": 4} | options)
+    return Job(cluster=by_hand(NETWORKS[network]), compute=work, **in_groups({"world_size": 4} | options))
 
 
 def everything(base: Job, space: Space) -> list[tuple[Job, float]]:

@@ -15,7 +15,7 @@ from tests.timing_model._profiles import CORRECTIONS, LINK, MLP, PROFILE, about,
 from timing_model import LinkParams, Noise, expected_maximum, ring_all_reduce_time
 from timing_model.cluster_profile import Profile
 from timing_model.costs import correction_of
-from timing_model.job import CHECKED_CV, SUPPORTS, Job, compute_of, support_of
+from timing_model.job import CHECKED_CV, SUPPORTS, Job, Length, compute_of, support_of
 from timing_model.measured import (
     Calibrated,
     CodecProfile,
@@ -69,7 +69,16 @@ def test_the_papers_question_by_hand() -> None:
     link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
     cluster, work = by_hand(link), compute(0.3, 100_000_000, samples=1000)
     together, apart = (
-        predict(Job(cluster=cluster, compute=work, world_size=4, width=width, segment_bytes=WHOLE, iterations=10))
+        predict(
+            Job(
+                cluster=cluster,
+                compute=work,
+                world_size=4,
+                width=width,
+                segment_bytes=WHOLE,
+                length=Length(iterations=10),
+            )
+        )
         for width in (1, 2)
     )
     t_comm = ring_all_reduce_time(link, 4e8, 4)
@@ -533,7 +542,7 @@ def job(given: dict[str, Any], **changed: Any) -> Job:
         width=width,
         codec=codec,
         segment_bytes=1 << 20 if all_reduce == "native" else WHOLE,
-        iterations=7,
+        length=Length(iterations=7),
     )
 
 
