@@ -28,24 +28,20 @@ from experiments import command
 from experiments.paired import median
 from experiments.results import REPOSITORY, Row, save
 from pipesgd.ranks import Ranks
-from timing_model import (
-    ALL_REDUCES,
-    CodecCost,
-    LinkParams,
-    Noise,
-    all_reduce,
-    all_reduce_time,
-    ring_all_reduce_time,
-    simulate_iterations,
-    steady_state_period,
-)
+from timing_model import all_reduce
+from timing_model.all_reduce import all_reduce_time
 from timing_model.choices import Space
 from timing_model.cluster_profile import Profile
+from timing_model.collective_time import ring_all_reduce_time
+from timing_model.jitter import steady_state_period
 from timing_model.job import Job
 from timing_model.measured import UNCOMPRESSED, ComputeProfile, LinkProfile
 from timing_model.options import NOTHING
+from timing_model.params import CodecCost, LinkParams, Noise
 from timing_model.plan import plan
 from timing_model.presets import CODECS, NETWORKS
+from timing_model.schedules import ALL_REDUCES
+from timing_model.simulate import simulate_iterations
 from timing_model.simulate_messages import simulate_ring
 
 LINK = LinkParams(alpha=5e-5, beta=8e-10, gamma=1e-10, sync=1e-4, overhead=1e-5)

@@ -19,7 +19,9 @@ from rich.console import Console
 from experiments import command
 from experiments.results import Row, grouped, save
 from pipesgd.ranks import Ranks
-from timing_model import Noise, simulate_iterations, steady_state_period
+from timing_model.jitter import steady_state_period
+from timing_model.params import Noise
+from timing_model.simulate import simulate_iterations
 
 NOISES = tuple(
     Noise(cv=cv, persistence=persistence, comm_cv=comm_cv)

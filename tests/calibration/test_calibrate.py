@@ -31,7 +31,7 @@ from pipesgd.planning import choose
 from pipesgd.planning.choose import MOST_CANDIDATES
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
-from timing_model import all_reduce_time
+from timing_model.all_reduce import all_reduce_time
 from timing_model.cluster_profile import Profile
 from timing_model.job import Job, support_of
 from timing_model.measured import Estimate

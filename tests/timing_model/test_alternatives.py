@@ -11,7 +11,6 @@ import pytest
 
 from tests.timing_model._profiles import MLP, PROFILE, ask
 from tests.timing_model.test_predict import by_hand, compute
-from timing_model import LinkParams
 from timing_model.advice import training_arguments
 from timing_model.alternatives import (
     FURTHEST,
@@ -24,6 +23,7 @@ from timing_model.alternatives import (
 )
 from timing_model.choices import Space
 from timing_model.job import Job, in_groups
+from timing_model.params import LinkParams
 from timing_model.plan import plan
 from timing_model.predict import predict
 

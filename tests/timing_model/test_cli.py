@@ -349,7 +349,7 @@ BAD = {
     "predict --network 1GbE": "world-size must be given; got none",
     "predict --cluster {folder}/none.toml --world-size 4 --model mlp": "none.toml must be a file to read, which pipes",
     "predict --cluster {cut} --world-size 4 --model mlp": "cut.toml must be whole and of TOML's form; ",
-    "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 6, the version that this",
+    "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 7, the version that this",
     "predict --cluster {nonsense} --world-size 4 --model mlp": "nonsense.toml: link.beta.value must be a number from 0",
     "predict --cluster {cluster} --world-size 4": "model must be given, one of mlp, or --compute",
     "predict --cluster {cluster} --world-size 4 --model resnet18": "model must be one of mlp; got resnet18",
@@ -376,7 +376,7 @@ def test_what_is_wrong_is_one_line(
     text = cluster.read_text()
     named = {
         "cut": text[: len(text) // 2],
-        "version": text.replace("format = 6", "format = 2"),
+        "version": text.replace("format = 7", "format = 2"),
         "nonsense": text.replace("beta = {value = ", "beta = {value = -"),
     }
     paths = {name: tmp_path / f"{name}.toml" for name in named}

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
-from timing_model import CodecCost, LinkParams, all_reduce, all_reduce_time, collective_time, gather_time, uncompressed
+from timing_model import all_reduce, collective_time
+from timing_model.all_reduce import all_reduce_time, gather_time
+from timing_model.params import CodecCost, LinkParams, uncompressed
 from timing_model.schedules import (
     SCHEDULES,
     Schedule,

@@ -7,8 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from timing_model import CodecCost, LinkParams, all_reduce_time, ring_all_reduce_time, uncompressed
+from timing_model.all_reduce import all_reduce_time
+from timing_model.collective_time import ring_all_reduce_time
 from timing_model.gloo import native_all_reduce_time, native_closed_time, native_messages
+from timing_model.params import CodecCost, LinkParams, uncompressed
 
 MEAN_ERROR, WORST_ERROR = 0.0055, 0.14
 """Relative errors that the closed form's docstring states, rounded up."""

@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 
 from tests.timing_model._profiles import PROFILE, about, ask, mesh
 from tests.timing_model.test_predict import by_hand, compute
-from timing_model import CodecCost, LinkParams, all_reduce_time, ring_all_reduce_time, uncompressed
 from timing_model.advice import advice, describe, training_arguments
+from timing_model.all_reduce import all_reduce_time
 from timing_model.choices import Space
 from timing_model.cli import main
+from timing_model.collective_time import ring_all_reduce_time
 from timing_model.costs import collective_time, costs_of, inside_of
 from timing_model.inside import inside_time
 from timing_model.iteration import IterationTime
 from timing_model.job import Job, in_groups
 from timing_model.measured import LinkProfile
 from timing_model.memory import rank_memory
-from timing_model.params import PlacedLink
+from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
 from timing_model.plan import plan
 from timing_model.predict import predict
 from timing_model.report import answer_text, plan_text

@@ -11,10 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from timing_model import Noise, expected_maximum, simulate, simulate_iterations, steady_state_bound, steady_state_period
-from timing_model.jitter import blom, lasting_period, variance_of_mean
+from timing_model import simulate
+from timing_model.jitter import (
+    blom,
+    expected_maximum,
+    lasting_period,
+    steady_state_bound,
+    steady_state_period,
+    variance_of_mean,
+)
 from timing_model.job import CHECKED_CV
-from timing_model.simulate import Draws
+from timing_model.params import Noise
+from timing_model.simulate import Draws, simulate_iterations
 
 Values = NDArray[np.float64]
 SECONDS = st.floats(0, 10)

@@ -8,10 +8,12 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from timing_model import ALL_REDUCES, CodecCost, LinkParams, all_reduce_time, gather_time, parameter_server_time
 from timing_model import collective_time as closed
+from timing_model.all_reduce import all_reduce_time, gather_time
 from timing_model.gloo import native_closed_time
-from timing_model.parameter_server import Servers
+from timing_model.parameter_server import Servers, parameter_server_time
+from timing_model.params import CodecCost, LinkParams
+from timing_model.schedules import ALL_REDUCES
 
 ROOM = 1 + 1e-9
 WHOLE = 1 << 40

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timing_model import LinkParams, parameter_server_time
-from timing_model.parameter_server import Servers
+from timing_model.parameter_server import Servers, parameter_server_time
+from timing_model.params import LinkParams
 from timing_model.simulate_messages import Network, Task, simulate_messages
 
 ROUNDS = 8

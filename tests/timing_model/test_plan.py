@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from tests.timing_model._profiles import MLP, PROFILE
 from tests.timing_model.test_predict import by_hand, compute
-from timing_model import LinkParams
 from timing_model.advice import advice, reason
 from timing_model.alternatives import alternatives
 from timing_model.choices import ACCURATE, LARGEST_ALL_TO_ALL, LATE_TIE, SEGMENTS, TIE, Space, simplicity
 from timing_model.configurations import describe, training_arguments
 from timing_model.costs import collective_time, costs_of, iteration_time
 from timing_model.job import Job, in_groups
-from timing_model.params import PlacedLink
+from timing_model.params import LinkParams, PlacedLink
 from timing_model.plan import EQUAL, Plan, plan
 from timing_model.predict import predict
 from timing_model.presets import MODELS, NETWORKS, OVERHEAD

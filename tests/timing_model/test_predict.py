@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from experiments.results import REPOSITORY
 from tests.timing_model._profiles import CORRECTIONS, LINK, MLP, PROFILE, about, ask, ran
-from timing_model import LinkParams, Noise, expected_maximum, ring_all_reduce_time
 from timing_model.cluster_profile import Profile
+from timing_model.collective_time import ring_all_reduce_time
 from timing_model.costs import correction_of
+from timing_model.jitter import expected_maximum
 from timing_model.job import CHECKED_CV, SUPPORTS, Job, Length, compute_of, support_of
 from timing_model.measured import (
     Calibrated,
@@ -23,6 +24,7 @@ from timing_model.measured import (
     Estimate,
     LinkProfile,
 )
+from timing_model.params import LinkParams, Noise
 from timing_model.predict import FORM_ERROR, LIMITS, Answer, predict
 from timing_model.presets import CODECS, HOST, NETWORKS
 

@@ -11,17 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from timing_model import (
-    CodecCost,
-    LinkParams,
-    all_reduce_time,
-    critical_path,
-    ring_all_reduce_time,
-    schedules,
-    uncompressed,
-)
-from timing_model.all_reduce import messages_meet
-from timing_model.params import PlacedLink
+from timing_model import critical_path, schedules
+from timing_model.all_reduce import all_reduce_time, messages_meet
+from timing_model.collective_time import ring_all_reduce_time
+from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
 from timing_model.schedules import (
     SCHEDULES,
     SEGMENTS_AHEAD,
