@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections import Counter
 from functools import lru_cache
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,20 +31,6 @@ RUNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 """Numbers of iterations, in the bound, that a rank computes in a row without waiting."""
 SPREAD, LIFT = 1.3, 0.63
 """Constants of the correction in ``steady_state_period``."""
-
-
-def blom(world_size: int) -> float:
-    r"""Expected maximum of p standard normal draws, in standard deviations.
-
-    .. math:: \Phi^{-1}\left(\frac{p - 0.375}{p + 0.25}\right)
-
-    It is within 0.7 % for p >= 8. Source: Blom, 1958.
-
-    >>> [round(blom(p), 3) for p in (1, 8, 64, 512)]
-    [0.0, 1.434, 2.337, 3.031]
-    """
-    check_count("world_size", world_size)
-    return NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
 
 
 def expected_maximum(

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from timing_model import simulate
 from timing_model.jitter import (
-    blom,
     expected_maximum,
     lasting_period,
     steady_state_bound,
@@ -52,7 +51,6 @@ def persist(normal: Values, persistence: float) -> Values:
 def test_expected_maxima_of_normals(world_size: int, sigmas: float) -> None:
     exact = (expected_maximum(Noise(cv=0.1, distribution="normal"), world_size) - 1) / 0.1
     assert exact == pytest.approx(sigmas, abs=6e-5)
-    assert blom(world_size) == pytest.approx(exact, rel=0.008)
 
 
 @pytest.mark.parametrize("run", [1, 4])
