@@ -188,10 +188,10 @@ def steady_state_period(t_compute: float, t_comm: float, width: int, world_size:
     6, T_c 0.3 to 2.5 c. In this range it is off by 3.0 % at worst and 0.4 % on average; up to a cv of 10 %, by 1.5 % at
     worst. With normal noise of 20 % it was off by 3.3 % at worst, with one or two ranks that are always slow by 3.5 %.
     Beyond the fit, at a cv of 60 %, it is off by 7 % at worst and 1.7 % on average; larger cvs are refused
-    (``job.CHECKED_CV``). Nothing was fitted to noise that persists, or to collectives that vary. With a persistence of
-    90 % it was off by 4 % at worst and 0.8 % on average up to a cv of 40 %, by 2 % at worst up to 20 %; with 97 % and a
-    cv of 40 % by 9 % at worst, of which the simulation's own error is a part. With a cv of the collective of 30 % it
-    was off by 4 % at worst and 0.9 % on average, with 60 % by 6 % (``experiments.jitter``).
+    (``support.CHECKED_CV``). Nothing was fitted to noise that persists, or to collectives that vary. With a persistence
+    of 90 % it was off by 4 % at worst and 0.8 % on average up to a cv of 40 %, by 2 % at worst up to 20 %; with 97 %
+    and a cv of 40 % by 9 % at worst, of which the simulation's own error is a part. With a cv of the collective of 30 %
+    it was off by 4 % at worst and 0.9 % on average, with 60 % by 6 % (``experiments.jitter``).
 
     It never falls as either time or the persistence grows, and never grows with K. Raises ``ValueError`` if a number is
     out of range.

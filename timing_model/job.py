@@ -1,4 +1,4 @@
-"""A job on a cluster, and how far it is from what was measured there."""
+"""A job on a cluster: its fields, in groups, and the checks of what goes together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from timing_model.all_reduce import messages_meet, unconnected
 from timing_model.arguments import option, options_in, whole
@@ -28,24 +28,19 @@ from timing_model.mesh import Islands, Mesh, Nodes
 from timing_model.own_schedules import check_all_reduce
 from timing_model.parameter_server import Servers
 from timing_model.params import FLOAT_BYTES, Noise, Parts
-from timing_model.presets import CODECS, HOST
+from timing_model.presets import CODECS
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
-from timing_model.units import format_bytes, parse_price
+from timing_model.units import parse_price
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
 """Codecs that torch's own all-reduce can add up."""
 DDP_CODECS = (UNCOMPRESSED, "fp16")
 """Codecs of ddp that are searched: those of its hooks that run everywhere."""
-BF16_HOOK = "torch accepts DDP's bf16 hook only in a build for CUDA with NCCL"
 OWN_ALL_REDUCE = {"pipelined": "ring", "ddp": "native", "ps-sync": None}
 """Default all-reduce of each strategy."""
 UNSIMULATED = ("native", "parameter servers", "a codec whose parts are gathered")
 """Ways of communicating whose messages cannot be simulated one by one."""
-CHECKED_CV = 0.6
-"""Largest cv of the computation for which ``jitter.steady_state_period`` was checked against the simulator."""
-REACH = 8.0
-"""Factor above or below the measured range up to which a job is extrapolated; further away it is outside."""
 LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
 """Most ranks, and most ranks of an all-reduce whose messages meet and so are simulated one by one."""
 MOST_MICRO_BATCHES = 1 << 16
@@ -55,34 +50,6 @@ MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """Typical costs of codecs that were not measured."""
-
-FAST = (
-    "a core sends and receives bytes more slowly than {link} carries them: the CPU time of a byte, {host:.2g} ns, "
-    "{origin}; copies from a GPU are left out, and ddp is torch's over gloo, not NCCL"
-)
-
-ISLANDS = (
-    "no prediction of islands was compared with a measurement: the collectives inside of them are taken not to overlap "
-    "with the computation, and to be rings of one message a step"
-)
-
-GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE = (
-    "as given",
-    "measured",
-    "interpolated",
-    "extrapolated",
-    "outside",
-)
-SUPPORTS = (GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
-
-
-class Support(NamedTuple):
-    """Distance of a job from what was measured."""
-
-    kind: str
-    """Kind of support, one of ``SUPPORTS``."""
-    reasons: tuple[str, ...]
-    """Reasons, in words, why the job is not interpolated; the worst first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -498,77 +465,3 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
     more = batch_size / near.batch_size
     grown = {name: getattr(near, name).times(more) for name in WITH_BATCH}
     return dataclasses.replace(near, batch_size=batch_size, accumulation=1, measured=(), **grown)
-
-
-def _capped(job: Job) -> list[str]:
-    """Return a sentence on every CPU time of a byte that makes a link slower than it is."""
-    placed = [one.link for one in job.cluster.placed]
-    links = [] if job.world_size == 1 else placed or [job.cluster.link.params()]
-    return [
-        FAST.format(
-            link="one of the links" if placed else "this link",
-            host=1e9 * host,
-            origin="is a default that was not measured here" if host == HOST else "is as given",
-        )
-        for host in sorted({one.host for one in links if one.beta < one.host})
-    ]
-
-
-def support_of(job: Job) -> Support:
-    """Return whether the job is within what was measured, near it, or outside.
-
-    Measured: this very configuration was, in an audition. Interpolated: world size and bytes are within what was
-    measured, and all that has a name was measured. Extrapolated: numbers are up to ``REACH`` times beyond, or a world
-    size was not measured where ranks share cores, or an all-reduce was not measured and has the ring's link, or there
-    are islands, or the computation is as given. Outside: numbers are further beyond, or a codec or servers never ran,
-    or the cv of the computation is above ``CHECKED_CV``.
-    """
-    if job.measured is not None:
-        return Support(MEASURED, (f"{job.measured.iterations} iterations were timed in an audition",))
-    cluster, ranges = job.cluster, job.cluster.calibrated
-    reasons: list[tuple[str, str]] = []
-    if job.compute.cv > CHECKED_CV:
-        checked = f"cv {job.compute.cv:g}; the formulas were checked up to {CHECKED_CV:g}"
-        reasons.append((OUTSIDE, f"{checked} (timing-model simulate needs no formula)"))
-    if job.compute.comm_cv.value > CHECKED_CV:
-        checked = f"a cv of the all-reduce of {job.compute.comm_cv.value:g}; the formulas were checked up to"
-        reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
-    if job.strategy == "ddp" and job.codec not in DDP_CODECS:
-        reasons.append((INTERPOLATED if ranges.world_sizes else GIVEN, BF16_HOOK))
-    if job.islands.members > 1:
-        reasons.append((EXTRAPOLATED if ranges.world_sizes else GIVEN, ISLANDS))
-    if not ranges.world_sizes:
-        reasons += [(GIVEN, one) for one in _capped(job)]
-        return Support(reasons[0][0] if reasons else GIVEN, tuple(reason for _, reason in reasons))
-
-    def beyond(value: float, low: float, high: float, what: str, measured: str) -> None:
-        if not low <= value <= high:
-            near = low / REACH <= value <= high * REACH
-            reasons.append((EXTRAPOLATED if near else OUTSIDE, f"{what}; measured: {measured}"))
-
-    if job.world_size > 1:
-        sizes = ", ".join(map(str, ranges.world_sizes))
-        what = f"{job.world_size} ranks"
-        beyond(job.world_size, min(ranges.world_sizes), max(ranges.world_sizes), what, sizes)
-        if ranges.ranks_per_core > 1 and not reasons and job.world_size not in ranges.world_sizes:
-            reasons.append((EXTRAPOLATED, f"{what} on shared cores; measured: {sizes}"))
-        limits = ranges.smallest_bytes, ranges.largest_bytes
-        measured = " to ".join(dict.fromkeys(map(format_bytes, limits)))
-        beyond(job.nbytes, *limits, f"a gradient of {format_bytes(job.nbytes)}", measured)
-        if job.codec != UNCOMPRESSED and job.codec not in cluster.codecs:
-            reasons.append((OUTSIDE, f"codec {job.codec} was not measured; its costs are typical ones"))
-        if job.all_reduce is not None and job.all_reduce not in ranges.all_reduces:
-            own = "" if job.all_reduce in cluster.links else "; its link is taken to be the ring's"
-            reasons.append((EXTRAPOLATED, f"all-reduce {job.all_reduce} was not measured{own}"))
-        if job.parts:
-            reasons.append((EXTRAPOLATED, "parts of gradients are gathered; measured: sums of whole gradients"))
-        if job.strategy == "ps-sync" and cluster.sharing is None:
-            reasons.append((OUTSIDE, "parameter servers were not measured"))
-    batches = [one.batch_size for one in cluster.compute if one.model == job.compute.model]
-    if not batches:
-        reasons.append((EXTRAPOLATED, "the computation is as given; it was not measured"))
-    elif job.compute.batch_size not in batches:
-        what = f"a batch of {job.compute.batch_size}"
-        beyond(job.compute.batch_size, min(batches), max(batches), what, ", ".join(map(str, sorted(batches))))
-    reasons.sort(key=lambda one: SUPPORTS.index(one[0]), reverse=True)
-    return Support(reasons[0][0] if reasons else INTERPOLATED, tuple(reason for _, reason in reasons))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.costs import costs_of, iteration_time
-from timing_model.job import Job, support_of
+from timing_model.job import Job
 from timing_model.search import Search
+from timing_model.support import support_of
 from timing_model.units import format_bytes, format_bytes_up
 
 EQUAL = 0.001

@@ -20,8 +20,9 @@ from timing_model.costs import (
 )
 from timing_model.iteration import IterationTime, job_time
 from timing_model.jitter import lasting_period
-from timing_model.job import OUTSIDE, Job, Support, support_of
+from timing_model.job import Job
 from timing_model.memory import check_memory, rank_memory
+from timing_model.support import OUTSIDE, Support, support_of
 
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
 LOADING, HOST = "loading", "host"

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from timing_model.advice import advice, loading_advice, ratio, reason
 from timing_model.choices import TIE, Choice
 from timing_model.configurations import describe, in_program, training_arguments
-from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Job, Support
+from timing_model.job import Job
 from timing_model.measured import Estimate
 from timing_model.memory import rank_memory
 from timing_model.plan import Plan
 from timing_model.predict import BALANCE, CODEC, COMPUTATION, HOST, JITTER, LATENCY, LOADING, NETWORK, Answer
+from timing_model.support import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Support
 from timing_model.units import format_bandwidth, format_bytes, format_cost, format_count, format_seconds
 
 BAR = 30

@@ -13,10 +13,11 @@ from timing_model.checks import check_at_least, check_one_of
 from timing_model.choices import LATE_TIE, TIE, Choice, Space, simplicity
 from timing_model.costs import Buckets, as_measured, buckets_of, costs_of, iteration_time, pipelined_time, whole
 from timing_model.iteration import IterationTime
-from timing_model.job import DDP_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
+from timing_model.job import DDP_CODECS, OWN_ALL_REDUCE, Job
 from timing_model.measured import UNCOMPRESSED
 from timing_model.memory import fits, rank_memory
 from timing_model.schedules import SEGMENT_BYTES, segments_of
+from timing_model.support import OUTSIDE, support_of
 
 LARGEST_MEETING = 32
 """Most ranks for which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and

@@ -13,11 +13,12 @@ from timing_model.configurations import describe
 from timing_model.costs import costs_of, times_of
 from timing_model.iteration import loaded
 from timing_model.jitter import noise_over
-from timing_model.job import Job, support_of
+from timing_model.job import Job
 from timing_model.plots import plot_timeline
 from timing_model.predict import Answer, predict, refuse_outside
 from timing_model.report import job_line, support_lines, table
 from timing_model.simulate import simulate_iterations
+from timing_model.support import support_of
 from timing_model.trace import timeline
 from timing_model.units import format_seconds
 

@@ -22,12 +22,13 @@ from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simp
 from timing_model.cluster_profile import Profile
 from timing_model.configurations import training_arguments
 from timing_model.fragments import MOST_LOCAL_STEPS, hiding_fragments, hiding_windows, predict_in_turns
-from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, Length, support_of
+from timing_model.job import Job, Length
 from timing_model.measured import UNCOMPRESSED, ComputeProfile
 from timing_model.params import Parts
 from timing_model.plan import Plan, plan
 from timing_model.predict import Answer, predict
 from timing_model.simulate_job import median_share
+from timing_model.support import EXTRAPOLATED, INTERPOLATED, OUTSIDE, support_of
 
 AUTO_CODECS = tuple(one for one in ACCURATE if one != "fp16")
 """Codecs to choose from: those that cost next to no accuracy. bf16 takes as long as fp16, and cannot overflow."""

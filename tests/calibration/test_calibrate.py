@@ -33,9 +33,10 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from timing_model.all_reduce import all_reduce_time
 from timing_model.cluster_profile import Profile
-from timing_model.job import Job, support_of
+from timing_model.job import Job
 from timing_model.measured import Estimate
 from timing_model.predict import Answer, predict
+from timing_model.support import support_of
 
 pytestmark = pytest.mark.slow
 

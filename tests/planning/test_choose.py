@@ -23,10 +23,11 @@ from pipesgd.planning.planned import choices_of
 from tests.timing_model._profiles import MLP, PROFILE, ran, rates
 from timing_model.cluster_profile import Profile
 from timing_model.fragments import in_windows, windows_of
-from timing_model.job import GIVEN, INTERPOLATED, Job, Length
+from timing_model.job import Job, Length
 from timing_model.measured import CodecProfile, Estimate
 from timing_model.params import LinkParams
 from timing_model.predict import predict
+from timing_model.support import GIVEN, INTERPOLATED
 
 EXPENSIVE = rates(1e-6)
 LIMIT = "--rate-limit 8mbit"

@@ -19,9 +19,9 @@ from timing_model.jitter import (
     steady_state_period,
     variance_of_mean,
 )
-from timing_model.job import CHECKED_CV
 from timing_model.params import Noise
 from timing_model.simulate import Draws, simulate_iterations
+from timing_model.support import CHECKED_CV
 
 Values = NDArray[np.float64]
 SECONDS = st.floats(0, 10)

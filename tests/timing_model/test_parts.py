@@ -14,11 +14,12 @@ from timing_model.all_reduce import CollectiveTime, gather_time, parts_time
 from timing_model.choices import Space
 from timing_model.costs import buckets_of, collective_time, costs_of, iteration_time, whole
 from timing_model.iteration import layerwise_iteration_time, pipelined_iteration_time
-from timing_model.job import EXTRAPOLATED, Job, support_of
+from timing_model.job import Job
 from timing_model.measured import ComputeProfile
 from timing_model.params import LinkParams, Parts, uncompressed
 from timing_model.plan import plan
 from timing_model.predict import CODEC, predict
+from timing_model.support import EXTRAPOLATED, support_of
 
 LINK = LinkParams(alpha=1e-3, beta=4e-8, gamma=1e-10, sync=1e-4, overhead=3e-5)
 LAYERS = ComputeProfile.exact(

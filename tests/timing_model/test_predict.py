@@ -16,7 +16,7 @@ from timing_model.cluster_profile import Profile
 from timing_model.collective_time import ring_all_reduce_time
 from timing_model.costs import correction_of
 from timing_model.jitter import expected_maximum
-from timing_model.job import CHECKED_CV, SUPPORTS, Job, Length, compute_of, support_of
+from timing_model.job import Job, Length, compute_of
 from timing_model.measured import (
     Calibrated,
     CodecProfile,
@@ -27,6 +27,7 @@ from timing_model.measured import (
 from timing_model.params import LinkParams, Noise
 from timing_model.predict import FORM_ERROR, LIMITS, Answer, predict
 from timing_model.presets import CODECS, HOST, NETWORKS
+from timing_model.support import CHECKED_CV, SUPPORTS, support_of
 
 WHOLE = 1 << 30
 """Bytes of a segment that holds every chunk: see test_monotone."""
