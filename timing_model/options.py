@@ -91,11 +91,11 @@ class Shown:
     """Options of the answer."""
 
     extrapolate: bool = option(False, None)
-    """Also answer far outside of what was measured."""
+    """Answer far outside of what was measured, too."""
     json: bool = option(False, None)
     """Print JSON; times in s, sizes in bytes."""
     plot: str | None = option(None, shown="FILE")
-    """Also save a picture (needs matplotlib)."""
+    """File of a picture to save, too (needs matplotlib)."""
 
 
 def add_job(options: Parser) -> None:

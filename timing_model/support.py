@@ -1,4 +1,4 @@
-"""How far a job is from what was measured on its cluster."""
+"""Distance of a job from what was measured on its cluster."""
 
 from __future__ import annotations
 

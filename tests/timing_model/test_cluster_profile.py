@@ -120,7 +120,6 @@ def test_parameters_of_the_formulas() -> None:
         ("beta = {value = 8e-08", "beta = {value = 7e-08", "link.beta.low must be a number from 0 to 7e-08"),
         ("beta = {value = 8e-08", "beta = {value = 9e-08", "link.beta.high must be a number from 9e-08"),
         ("bits = 8.25", "bits = 0", "codecs.int8.bits must be a number"),
-        ("[codecs.topk]", "[codecs.fp32]", "codecs must not have fp32"),
         ("gathered = true", "gathered = 1", "codecs.topk.gathered must be true or false; got 1"),
         ("[2, 3, 4]", "[]", "calibrated.world_sizes must have at least one number"),
         ("[2, 3, 4]", "[2.0]", "calibrated.world_sizes must be a whole number of at least 2; got 2.0"),
@@ -186,6 +185,12 @@ def test_the_update_of_a_local_step_comes_back_and_may_be_missing(path: Path) ->
     profile.save(path)
     assert "\nlocal_update = {value = 0.004, low = 0.003, high = 0.006}\n" in path.read_text()
     assert Profile.load(path) == profile
+
+
+def test_fp32_is_no_codec_of_a_file(path: Path) -> None:
+    dataclasses.replace(PROFILE, codecs={"fp32": PROFILE.codecs["topk"]}).save(path)
+    with pytest.raises(ValueError, match=r"cluster.toml: codecs must not have fp32, which costs link.gamma; got"):
+        Profile.load(path)
 
 
 def test_a_model_that_is_there_twice(path: Path) -> None:

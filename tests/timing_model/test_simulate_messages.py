@@ -117,7 +117,6 @@ PASSED_ON = {
     inner=links(),
     codec=codecs(),
     segments=st.integers(1, 4),
-    pause=st.one_of(st.just(0.0), st.floats(1e-3, 2)),
 )
 def test_steps_that_are_left_out_are_as_those_before(
     name: str,
@@ -125,7 +124,6 @@ def test_steps_that_are_left_out_are_as_those_before(
     inner: LinkParams,
     codec: CodecCost,
     segments: int,
-    pause: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rings of 240 ranks are computed step by step, and up to the step from which all steps are alike."""
@@ -134,7 +132,6 @@ def test_steps_that_are_left_out_are_as_those_before(
         alpha=link.alpha,
         transfer=link.beta,
         overhead=link.overhead,
-        pause=pause,
         inner_alpha=inner.alpha,
         inner_transfer=inner.beta,
     )
