@@ -132,6 +132,7 @@ def option(
     name: str | None = None,
     choices: Sequence[str] = (),
     several: bool = False,
+    says_default: bool = False,
 ) -> Any:
     """Declare a field of a dataclass as an option of a command, whose help is the docstring under the field.
 
@@ -141,10 +142,11 @@ def option(
         shown: placeholder of the value in the help.
         name: name of the option, with underscores, if that is not the field's.
         choices: names that the help lists; they are not checked.
-        several: True if the option takes several values, whose default the docstring says.
+        several: True if the option takes several values.
+        says_default: True if the docstring says the default, which the help otherwise adds.
     """
     declared = {"kind": kind, "shown": shown, "name": name, "choices": choices, "several": several}
-    return dataclasses.field(default=default, metadata=declared)
+    return dataclasses.field(default=default, metadata=declared | {"says_default": says_default or several})
 
 
 def options_in(section: Any) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
@@ -163,11 +165,11 @@ def add_options(group: argparse._ActionsContainer, section: type, *, without: Se
         declared, dashed = item.metadata, name.replace("_", "-")
         text = helps[item.name]
         if declared["choices"]:
-            text = f"{text.rstrip('.')}: {', '.join(declared['choices'])}."
+            text = f"{text.rstrip('.')} ({', '.join(declared['choices'])})."
         if declared["kind"] is None:
             group.add_argument(f"--{dashed}", action="store_true", help=text)
             continue
-        if item.default not in (None, dataclasses.MISSING) and not declared["several"]:
+        if item.default not in (None, dataclasses.MISSING) and not declared["says_default"]:
             text += f" Default: {item.default}."
         group.add_argument(
             f"--{dashed}",

@@ -104,14 +104,14 @@ class Job:
     world_size: int
     strategy: str = option("pipelined", choices=STRATEGIES)
     """Strategy."""
-    width: int = option(1, whole(), "K")
-    """Iterations in flight; 1 is synchronous. The command has 2 for a pipeline."""
+    width: int = option(1, whole(), "K", says_default=True)
+    """Iterations in flight; 1 is synchronous. The command has 2 in a pipeline by default."""
     local_steps: int = option(1, whole(), "H")
     """Iterations that each rank trains by itself before the ranks exchange their movements."""
     codec: str = option(UNCOMPRESSED)
     """Codec, one of the profile's."""
-    all_reduce: str | None = option("ring", choices=(*ALL_REDUCES, "module:function"))
-    """All-reduce; native with ddp, and none with ps-sync."""
+    all_reduce: str | None = option("ring", choices=(*ALL_REDUCES, "module:function"), says_default=True)
+    """All-reduce: ring by default, but native with ddp, and none with ps-sync."""
     segment_bytes: int = option(SEGMENT_BYTES, whole(), "N")
     """Bytes of the largest message."""
     buckets: str = option("1", shown="N|SIZE")

@@ -325,9 +325,7 @@ def test_what_was_measured_in_buckets_is_remembered_as_that(tmp_path: Path) -> N
         "1024KiB": 4.0,
     }
     path.write_text(path.read_text().replace('buckets = "2"', 'buckets = "two"'))
-    with pytest.raises(
-        ValueError, match=r"measured\[1\]\.buckets must be a whole number, or .*; got 'two'"
-    ):
+    with pytest.raises(ValueError, match=r"measured\[1\]\.buckets must be a whole number, or .*; got 'two'"):
         Profile.load(path)
 
 
