@@ -57,9 +57,10 @@ def configurations() -> list[dict[str, Any]]:
 
 def ask(profile: Profile, nodes: int, rate_limit: str | None, configuration: dict[str, Any]) -> Answer:
     """Return the prediction of a configuration."""
-    limit = None if rate_limit is None else parse_bandwidth("rate-limit", rate_limit)
+    if rate_limit is not None:
+        profile = profile.limited_to(parse_bandwidth("rate-limit", rate_limit))
     [compute] = profile.compute
-    job = Job(cluster=profile, compute=compute, world_size=nodes, rate_limit=limit, **configuration)
+    job = Job(cluster=profile, compute=compute, world_size=nodes, **configuration)
     return predict(job, extrapolate=True)
 
 

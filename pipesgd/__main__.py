@@ -1,23 +1,55 @@
-"""``python -m pipesgd`` lists the commands."""
+"""The command ``pipesgd``, also as ``python -m pipesgd``: its subcommands, and the list of all commands.
+
+A subcommand is imported when it is asked for, so that questions about time load no torch.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from pipesgd.cli import version
+from pipesgd.checks import check_one_of
+from pipesgd.errors import UserInputError
 from pipesgd.process import answer
 
-COMMANDS = f"""{version()}
+PROGRAM = "pipesgd"
+SUBCOMMANDS = dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:main")
+"""Function of each subcommand, as module:function. It takes the arguments and the program's name."""
+HELP = """  pipesgd plan       best strategy, width, codec, all-reduce and islands for a job, and why
+  pipesgd predict    time of an iteration, an epoch and the job, and what limits it
+  pipesgd simulate   the iterations one by one, with jitter and slow ranks
 
   torchrun [options of torchrun] -m pipesgd.train       trains a model on several ranks
-  torchrun [options of torchrun] -m pipesgd.calibrate   measures a cluster, for the timing model
-  timing-model                                          predicts what a job will cost, and plans it
+  torchrun [options of torchrun] -m pipesgd.calibrate   measures a cluster, for the questions above
 
-Each explains its options with --help."""
+Each explains its options with --help. timing-model is another name of pipesgd with the same subcommands."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code: 2 after a line on stderr if there is no such subcommand."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or set(argv) <= {"-h", "--help", "--version"}:
+        from pipesgd.cli import version
+
+        return answer(version() if list(argv) == ["--version"] else f"{version()}\n\n{HELP}")
+    try:
+        check_one_of("subcommand", argv[0], list(SUBCOMMANDS))
+    except UserInputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    module, _, function = SUBCOMMANDS[argv[0]].partition(":")
+    code: int = getattr(importlib.import_module(module), function)(argv, program=PROGRAM)
+    return code
+
+
+def script() -> int:
+    """Run the installed command as ``python -m pipesgd``, which finds modules in the current folder, too."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
+    return main()
+
 
 if __name__ == "__main__":
-    argv = sys.argv[1:]
-    if not argv or set(argv) <= {"-h", "--help", "--version"}:
-        sys.exit(answer(version() if argv == ["--version"] else COMMANDS))
-    print(f"error: the command must be one that python -m pipesgd lists; got {argv[0]!r}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(main())

@@ -11,7 +11,7 @@ from pipesgd.errors import UserInputError
 from pipesgd.functions import kind
 from pipesgd.options import check_options, dashed, option
 from timing_model.buckets import WHOLE, Cut
-from timing_model.schedules import ALL_REDUCES, LEAST_RATE, SEGMENT_BYTES
+from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.units import parse_bandwidth
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "easgd-async", "local")
@@ -37,6 +37,9 @@ MAX_WIDTH = 64
 """Largest width: each unit costs one copy of the gradient and one iteration of staleness."""
 
 MAX_CONNECTIONS = 16
+
+LEAST_RATE = 1e6 / 8
+"""Smallest rate limit in bytes a second: at a lower one, messages would be mostly the headers of their packets."""
 
 CENTRE_RATE = 0.9
 """Default of the number of ranks times the moving rate of elastic averaging, which is the paper's beta."""

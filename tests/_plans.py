@@ -9,9 +9,9 @@ from pipesgd.cli import parse
 from pipesgd.planning.choose import decide
 from pipesgd.planning.planned import Planned
 from tests.timing_model._profiles import MLP, PROFILE
-from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
 from timing_model.measured import ComputeProfile, Estimate, LinkProfile
+from timing_model.params import LinkParams
 
 AUTOS = "--width auto --codec auto --all-reduce auto"
 NO_HANDOVER = {"handover": Estimate.exact(0.0), "late_handover": Estimate.exact(0.0)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipesgd.codecs.base import Codec
 from pipesgd.comm.all_reduce import ScheduledAllReduce
-from timing_model import CodecCost
+from timing_model.params import CodecCost
 from timing_model.schedules import Schedule
 from timing_model.simulate_messages import Network, Task, simulate_messages
 
@@ -100,12 +100,10 @@ def virtual_time(
     segment_bytes: int,
     *,
     posted: bool = False,
-    paced: bool = False,
 ) -> float:
     """Return the seconds that ``ScheduledAllReduce`` takes to reduce ``numel`` values, until the last rank is done.
 
-    With ``posted``, no message leaves before its receive is posted. With ``paced``, none is handed over before the one
-    before has left, as at a rate limit.
+    With ``posted``, no message leaves before its receive is posted.
     """
 
     def record(memory: MemoryTransport) -> list[Task]:
@@ -115,7 +113,6 @@ def virtual_time(
             schedule(transport.rank, world_size),
             TimedCodec(codec, cost, transport),
             segment_bytes=segment_bytes,
-            paced=paced,
         )
         all_reduce(torch.ones(numel))
         return transport.tasks

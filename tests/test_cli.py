@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -581,9 +582,17 @@ def test_versions_are_said(kind: type[TrainConfig] | type[CalibrateConfig], comm
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"), [("", 0, "-m pipesgd.train "), ("--version", 0, version()), ("train", 2, "got 'train'")]
+    ("words", "code", "said"),
+    [
+        ("", 0, "-m pipesgd.train "),
+        ("--version", 0, version()),
+        ("train", 2, "error: subcommand must be one of plan, predict, simulate; got 'train'\n"),
+        ("pln", 2, "got 'pln' (did you mean plan?)\n"),
+        ("predict --help", 0, "usage: pipesgd predict "),
+        ("plan --world-size 0", 2, "error: world-size must be a whole number of at least 1; got '0'\n"),
+    ],
 )
-def test_the_package_lists_its_commands(
+def test_the_package_lists_its_commands_and_runs_subcommands(
     words: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["pipesgd", *words.split()])
@@ -592,6 +601,13 @@ def test_the_package_lists_its_commands(
     out, err = capsys.readouterr()
     assert stop.value.code == code
     assert said in (err if code else out)
+
+
+@pytest.mark.parametrize("words", ["--help", "plan --network 1GbE --world-size 2 --compute 1s --model mlp"])
+def test_questions_about_time_load_no_torch(words: str) -> None:
+    script = f"import sys; from pipesgd.__main__ import main; main({words.split()}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize(

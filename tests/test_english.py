@@ -49,7 +49,6 @@ REFUSED = {
 EXCEPTIONS = {
     "tests/test_english.py": "names the refused words",
     "pipesgd/config.py": "names the former values of an option",
-    "timing_model/arguments.py": "names the former values of an option",
     "tests/test_cli.py": "tests the former values of an option",
     "tests/test_docs.py": "names the former names of options",
     "tests/timing_model/test_cli.py": "tests the former values of an option",

@@ -104,9 +104,7 @@ def _no_ddp(plan: Plan) -> str:
     job = plan.best.job
     if job.cluster.placed:
         return "its time on links of a file is not known"
-    if job.rate_limit is not None:
-        return "it has no rate limit"
-    if job.memory is not None:
+    if job.islands.memory is not None:
         return "a rank has not enough memory for it"
     return "its time on this cluster is not known"
 
@@ -194,7 +192,7 @@ def _servers(plan: Plan) -> str | None:
     servers = next((one for one in plan.ranking if one.job.strategy == "ps-sync"), None)
     if servers is None or servers is plan.best or servers in plan.tied:
         return None
-    shown, number = _shown(ratio(servers, plan.best)), servers.job.servers
+    shown, number = _shown(ratio(servers, plan.best)), servers.job.servers.number
     against = "one parameter server" if number == 1 else f"{number} parameter servers"
     return f"Against {against} for {servers.job.workers} workers, it is {shown} times as fast."
 
@@ -203,12 +201,12 @@ def _islands(plan: Plan) -> list[str]:
     """Return sentences on what islands gain, and on those for which a rank has not enough memory."""
     sentences = []
     best, meshes = plan.best, plan.meshes
-    other = next((one for one in plan.ranking if one.job.members != best.job.members), None)
-    if best.job.members == 1 and other is not None:
+    other = next((one for one in plan.ranking if one.job.islands.members != best.job.islands.members), None)
+    if best.job.islands.members == 1 and other is not None:
         more = ratio(other, best)
         longer = f"take {more - 1:.1%} longer" if more >= 1 + TIE else "are no faster, up to a tie"
         sentences.append(f"Use no islands: the best ones ({describe(other.job)}) {longer}.")
-    elif best.job.members > 1 and 1 in meshes:
+    elif best.job.islands.members > 1 and 1 in meshes:
         times = ratio(meshes[1], best)
         sentences.append(f"Islands are {times:.2f} times as fast as the best without any ({describe(meshes[1].job)}).")
     if plan.too_large:

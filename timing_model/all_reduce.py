@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 from timing_model import critical_path
-from timing_model.checks import check_above_0, check_at_least, check_count
+from timing_model.checks import check_at_least, check_count
 from timing_model.critical_path import SegmentCosts
 from timing_model.gloo import native_all_reduce_time
 from timing_model.own_schedules import algorithm_of, check_all_reduce, schedules_of
@@ -36,18 +35,6 @@ class CollectiveTime(NamedTuple):
     """Latency, transfer, message overhead and synchronization: the time left with a codec that costs nothing."""
     codec: float
     """Encoding, decoding and adding that the wire does not hide."""
-    paced: float = 0.0
-    """Time that a rank's messages take at a rate limit, which is the least from the beginning of this collective to
-    that of the next one; 0 without a limit."""
-
-    def before_another(self) -> CollectiveTime:
-        """Return the time of this collective where another one follows at once, until which it lasts.
-
-        >>> CollectiveTime(3.0, 2.0, 1.0, paced=4.0).before_another()
-        CollectiveTime(total=4.0, wire=3.0, codec=1.0, paced=4.0)
-        """
-        rest = max(self.paced - self.total, 0.0)
-        return self._replace(total=self.total + rest, wire=self.wire + rest)
 
 
 def messages_meet(all_reduce: str | None, world_size: int) -> bool:
@@ -89,7 +76,6 @@ def all_reduce_time(
     nics: int = 1,
     placed: tuple[PlacedLink, ...] = (),
     members: int = 1,
-    rate_limit: float = math.inf,
 ) -> CollectiveTime:
     """Time of one all-reduce of ``numel`` float32 values, from a common start to the last rank's end, in s.
 
@@ -116,14 +102,13 @@ def all_reduce_time(
             gamma and sync of ``link`` count. Each rank has wires of its own, so ``inner`` and ``nics`` do not count.
         members: with ``placed``, number of all-reduces that run at once, each among ``world_size`` ranks: number j is
             among the ranks j, ``members`` + j, 2 ``members`` + j and so on.
-        rate_limit: most bytes that a rank sends in a second, where all ranks have the same link.
 
     Raises:
         ValueError: a value is out of range.
 
     >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.5)
     >>> all_reduce_time("ring", link, 4.0, world_size=2)
-    CollectiveTime(total=6.5, wire=6.5, codec=0.0, paced=0.0)
+    CollectiveTime(total=6.5, wire=6.5, codec=0.0)
     """
     check_all_reduce("all_reduce", all_reduce)
     check_at_least("numel", numel, 0)
@@ -131,12 +116,6 @@ def all_reduce_time(
     check_count("ranks_per_node", ranks_per_node)
     check_count("nics", nics)
     check_count("members", members)
-    limited = rate_limit != math.inf
-    if limited:
-        check_above_0("rate_limit", rate_limit)
-        if placed or all_reduce in ("native", "hierarchical"):
-            what = "placed links" if placed else all_reduce
-            raise ValueError(f"rate_limit must be left out with {what}; got {rate_limit:g}")
     cost = codec or uncompressed(link.gamma)
     if world_size == 1 or numel == 0:
         return CollectiveTime(0.0, 0.0, 0.0)
@@ -154,11 +133,10 @@ def all_reduce_time(
         raise ValueError("inner must be given with all_reduce hierarchical; got None")
     elif world_size % ranks_per_node:
         raise ValueError(f"ranks_per_node must divide world_size {world_size}; got {ranks_per_node}")
-    options = (segment_bytes, inner, ranks_per_node, nics, placed, members, rate_limit)
+    options = (segment_bytes, inner, ranks_per_node, nics, placed, members)
     total, wire = (_time(all_reduce, link, one, numel, world_size, *options) for one in (cost, cost.free()))
     wire = min(wire, total)  # where messages meet, work can let another message pass and so save time
-    sent = _share_sent(all_reduce, world_size) * cost.wire_bytes(numel) if limited else 0.0
-    return CollectiveTime(total, wire, total - wire, sent / rate_limit)
+    return CollectiveTime(total, wire, total - wire)
 
 
 def gather_time(
@@ -168,7 +146,6 @@ def gather_time(
     *,
     codec: CodecCost,
     segment_bytes: int = SEGMENT_BYTES,
-    rate_limit: float = math.inf,
 ) -> CollectiveTime:
     r"""Time of a reducer that gathers every rank's part around the ring, as topk does, in s.
 
@@ -177,31 +154,26 @@ def gather_time(
     n is ``numel``, k_e and k_a are ``codec.encode`` (choosing) and ``codec.add`` (adding one rank's part, per value of
     the whole), and w is the transfer of a part; the latencies of its segments overlap. The time grows with p. Nothing
     is encoded again on the way, and parts are added when all have arrived (``pipesgd/reducers/topk.py``). A single rank
-    also chooses and adds, but sends nothing. ``rate_limit`` is as in ``all_reduce_time``.
+    also chooses and adds, but sends nothing.
 
     Raises ``ValueError`` if a value is out of range.
 
     >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.0)
     >>> topk = CodecCost(name="topk", bits=8.0, encode=0.5, decode=0.0, add=0.25, hop=0.0)
     >>> gather_time(link, 4.0, 3, codec=topk)
-    CollectiveTime(total=9.0, wire=4.0, codec=5.0, paced=0.0)
+    CollectiveTime(total=9.0, wire=4.0, codec=5.0)
     """
     check_at_least("numel", numel, 0)
     check_count("world_size", world_size)
     work = codec.encode * numel + codec.call + world_size * (codec.add * numel + codec.call)
     if world_size == 1:
         return CollectiveTime(work, 0.0, work)
-    wire = _gather_ring_time(link, codec.free(), numel, world_size, segment_bytes, rate_limit)
-    return CollectiveTime(wire + work, wire, work, (world_size - 1) * codec.wire_bytes(numel) / rate_limit)
+    wire = _gather_ring_time(link, codec.free(), numel, world_size, segment_bytes)
+    return CollectiveTime(wire + work, wire, work)
 
 
 def parts_time(
-    link: LinkParams,
-    parts: Parts,
-    world_size: int,
-    *,
-    segment_bytes: int = SEGMENT_BYTES,
-    rate_limit: float = math.inf,
+    link: LinkParams, parts: Parts, world_size: int, *, segment_bytes: int = SEGMENT_BYTES
 ) -> CollectiveTime:
     r"""Time of gathering all ranks' parts of some gradients around the ring, and adding them up, in s.
 
@@ -209,36 +181,30 @@ def parts_time(
 
     m is ``parts.nbytes`` of one rank, in q = ``parts.messages`` one after the other, and W is ``parts.work``; the
     latencies of a message's segments overlap. W is that of this number of ranks. One rank gathers nothing.
-    ``rate_limit`` is as in ``all_reduce_time``.
 
     Raises ``ValueError`` if a value is out of range.
 
     >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.5)
     >>> parts_time(link, Parts(tensors=(0,), nbytes=8.0, messages=2, work=3.0), 3)
-    CollectiveTime(total=12.0, wire=9.0, codec=3.0, paced=0.0)
+    CollectiveTime(total=12.0, wire=9.0, codec=3.0)
     """
     check_count("world_size", world_size)
     if world_size == 1:
         return CollectiveTime(parts.work, 0.0, parts.work)
     numel = parts.nbytes / parts.messages / FLOAT_BYTES
-    each = _gather_ring_time(link, uncompressed(0.0), numel, world_size, segment_bytes, rate_limit)
-    paced = (world_size - 1) * parts.nbytes / parts.messages / rate_limit
-    wire = parts.messages * each + (parts.messages - 1) * max(paced - each, 0.0)
-    return CollectiveTime(wire + parts.work, wire, parts.work, parts.messages * paced)
+    wire = parts.messages * _gather_ring_time(link, uncompressed(0.0), numel, world_size, segment_bytes)
+    return CollectiveTime(wire + parts.work, wire, parts.work)
 
 
-def _gather_ring_time(
-    link: LinkParams, codec: CodecCost, numel: float, world_size: int, segment_bytes: int, rate_limit: float
-) -> float:
+def _gather_ring_time(link: LinkParams, codec: CodecCost, numel: float, world_size: int, segment_bytes: int) -> float:
     """Return the time, in s, in which each rank's part of ``numel`` values travels around the ring."""
     whole = numel * world_size
-    return _time("gather-ring", link, codec, whole, world_size, segment_bytes, None, 1, 1, (), 1, rate_limit)
+    return _time("gather-ring", link, codec, whole, world_size, segment_bytes, None, 1, 1, (), 1)
 
 
 def forget() -> None:
     """Drop the times and schedules that are kept between calls."""
     _time.cache_clear()
-    _share_sent.cache_clear()
     _native_times.cache_clear()
     _schedules.cache_clear()
     _steps.cache_clear()
@@ -252,19 +218,9 @@ def _schedules(all_reduce: str, world_size: int, ranks_per_node: int) -> list[Sc
     return schedules_of(all_reduce, world_size)
 
 
-@lru_cache(maxsize=256)
-def _share_sent(all_reduce: str, world_size: int) -> float:
-    """Return how many times all values are sent by the rank that sends most."""
-    ranks = world_size if messages_meet(all_reduce, world_size) else 1  # otherwise all do the same
-    parts = [algorithm_of(all_reduce)(rank, world_size) for rank in range(ranks)]
-    return max(len(part.sends) for part in parts) / parts[0].chunks
-
-
 @lru_cache(maxsize=16)
-def _steps(
-    all_reduce: str, world_size: int, ranks_per_node: int, segments: int, members: int, ahead: int | None
-) -> list[list[Step]]:
-    steps = [steps_of(one, segments, ahead) for one in _schedules(all_reduce, world_size, ranks_per_node)]
+def _steps(all_reduce: str, world_size: int, ranks_per_node: int, segments: int, members: int) -> list[list[Step]]:
+    steps = [steps_of(one, segments, SEGMENTS_AHEAD) for one in _schedules(all_reduce, world_size, ranks_per_node)]
     if members == 1:
         return steps
     return at_once(steps, [range(member, members * world_size, members) for member in range(members)])
@@ -303,16 +259,13 @@ def _time(
     nics: int,
     placed: tuple[PlacedLink, ...],
     members: int,
-    rate_limit: float,
 ) -> float:
     chunk = numel / chunks_of(all_reduce, world_size)
     segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
     if placed or messages_meet(all_reduce, world_size):
-        ahead = SEGMENTS_AHEAD if rate_limit == math.inf else None  # at a limit, all receives are posted at the start
-        steps = _steps(all_reduce, world_size, ranks_per_node, segments, members if placed else 1, ahead)
+        steps = _steps(all_reduce, world_size, ranks_per_node, segments, members if placed else 1)
         programs = priced(steps, chunk / segments, codec)
-        network = Network(link=link, placed=placed, rate_limit=rate_limit)
-        return max(simulate_messages(programs, network)) + link.sync
+        return max(simulate_messages(programs, Network(link=link, placed=placed))) + link.sync
     values = chunk / segments
     nbytes = codec.wire_bytes(values)
     costs = SegmentCosts(
@@ -320,7 +273,6 @@ def _time(
         alpha=link.alpha,
         transfer=nbytes * link.byte_seconds(max(1.0, ranks_per_node / nics)),
         overhead=link.overhead,
-        pause=nbytes / rate_limit,
         inner_alpha=inner.alpha if inner else 0.0,
         inner_transfer=nbytes * inner.byte_seconds() if inner else 0.0,
     )

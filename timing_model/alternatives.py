@@ -88,7 +88,7 @@ def hiding(choice: Choice, width: int) -> int | None:
     times = times_of(job, costs_of(job)).with_workers(job.loader_workers)
     for factor in range(1, most_accumulation(job) + 1):
         more = dataclasses.replace(times, forward=factor * times.forward, backward=factor * times.backward)
-        if more.hides(choice.collective.total, choice.collective.paced):
+        if more.hides(choice.collective.total):
             return factor
     return None
 
@@ -102,8 +102,8 @@ def hiding_steps(choice: Choice) -> int | None:
 def _before_windows(job: Job) -> Job:
     """Return the job, with as many micro-batches, as a pipeline that can have windows: of width 2, without accumulation
     and buckets."""
-    iterations = None if job.iterations is None else job.accumulation * job.iterations
-    return dataclasses.replace(job, width=2, accumulation=1, buckets="1", iterations=iterations)
+    iterations = None if job.length.iterations is None else job.accumulation * job.length.iterations
+    return job.changed(width=2, accumulation=1, buckets="1", iterations=iterations)
 
 
 def local_steps_cost(between: int, fragments: int) -> float | None:
@@ -175,7 +175,7 @@ def epochs(job: Job, space: Space, extrapolate: bool = False) -> list[Epoch]:
     are left out; all are if the samples are not known.
     """
     most = job.world_size if job.cluster.placed else min(LARGEST_WORLD, FURTHEST * job.world_size)
-    sizes = (job.ranks_per_node << power for power in range(LARGEST_WORLD.bit_length()))
+    sizes = (job.nodes.ranks_per_node << power for power in range(LARGEST_WORLD.bit_length()))
     rows = (epoch(job, one, space, extrapolate) for one in sizes if one <= most)
     return [one for one in rows if one is not None]
 
@@ -183,9 +183,7 @@ def epochs(job: Job, space: Space, extrapolate: bool = False) -> list[Epoch]:
 def epoch(job: Job, world_size: int, space: Space, extrapolate: bool) -> Epoch | None:
     """Return an epoch on this many ranks; None if it is not known, or has not even one iteration."""
     try:
-        base = dataclasses.replace(
-            job, world_size=world_size, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring"
-        )
+        base = job.changed(world_size=world_size, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring")
         usual = Space.of(base).all_reduces
         same = Space(
             strategies=(job.strategy,),
@@ -194,7 +192,7 @@ def epoch(job: Job, world_size: int, space: Space, extrapolate: bool) -> Epoch |
             segments=(job.segment_bytes,),
             buckets=(job.buckets,),
             all_reduces=tuple(one for one in space.all_reduces if one in usual),
-            members=(job.members,),
+            members=(job.islands.members,),
         )
         best = plan(base, same, extrapolate=extrapolate).best
     except ValueError:  # beyond what was measured, or too few samples
@@ -298,7 +296,7 @@ def _coarser_codec(found: Plan, space: Space) -> str | None:
 def _local_steps(found: Plan, space: Space) -> str | None:
     """Return a sentence on the local steps that hide what no codec hides, and on their price."""
     choice = _exposed_pipeline(found, space)
-    if choice is None or choice.job.members > 1 or choice.job.memory is not None:
+    if choice is None or choice.job.islands.members > 1 or choice.job.islands.memory is not None:
         return None  # islands have no local steps, whose memory is not known
     if choice.job.compute.accumulation > 1:
         return None  # local steps refuse it, and the time of one of its micro-batches was not measured

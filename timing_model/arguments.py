@@ -1,20 +1,24 @@
-"""Arguments of a command: a parser whose errors are one line that names the option, and types of options."""
+"""Arguments of a command: options made of the fields of dataclasses, and a parser whose errors are one line.
+
+``option`` declares a field, whose docstring is the help; ``add_options`` makes the options of a command of such fields,
+and ``taken`` returns what a user has given for them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
 import re
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from timing_model.checks import did_you_mean
 from timing_model.units import MOST
 
-FORMER_NAMES = {"--cards": "--nics"}
-FORMER_VALUES = {("--server-placement", "beside"): "colocated", ("--server-placement", "own"): "dedicated"}
-"""Names and values of options in the previous version, which this one still accepts, and what they are called now."""
 OTHER_NAMES = {
     **dict.fromkeys(("--nodes", "--gpus", "--ranks", "--workers", "--nproc", "--machines"), "--world-size"),
     **dict.fromkeys(("--rate", "--bw"), "--bandwidth"),
@@ -44,8 +48,6 @@ class Parser(argparse.ArgumentParser):
                 joined[-1] += f"={argument}"
             else:
                 joined.append(argument)
-        before = ["", *joined]
-        joined = [self._with_current_name(one, previous) for previous, one in zip(before, joined, strict=False)]
         names = [argument.partition("=")[0] for argument in joined if argument.startswith("--")]
         for name in names:
             if names.count(name) > 1:  # do not guess which of the values was meant
@@ -82,60 +84,129 @@ class Parser(argparse.ArgumentParser):
         shown = name if name.isprintable() else repr(name)
         return ValueError(f"every option must be one that --help lists; got {shown}{near}")
 
-    def _with_current_name(self, argument: str, before: str) -> str:
-        """Return ``argument`` under its current name, with a hint on stderr if that is another one."""
-        option, equals, value = argument.partition("=")
-        if option in FORMER_NAMES:
-            _hint(option, FORMER_NAMES[option])
-            return FORMER_NAMES[option] + equals + value
-        name, given = (option, value) if equals else (before, argument)
-        if (now := FORMER_VALUES.get((name, given))) is None:
-            return argument
-        _hint(f"{name} {given}", f"{name} {now}")
-        return f"{option}={now}" if equals else now
+
+Kind = Callable[[str, str], Any]
+"""Function that reads the value of an option, given its name for errors. It raises ``ValueError`` in one line."""
 
 
-def _hint(former: str, current: str) -> None:
-    print(f"warning: {former} is now {current}; the former name works in this version only", file=sys.stderr)
+def whole(least: int = 1) -> Kind:
+    """Return the kind of an option that is a whole number."""
 
-
-def whole(least: int = 1) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number."""
-
-    def number(text: str) -> int:
+    def number(name: str, text: str) -> int:
         is_whole = text.isascii() and text.isdecimal()
         if is_whole and len(text.lstrip("0")) > len(f"{MOST:.0f}"):  # else int() may fail
-            raise argparse.ArgumentTypeError(f"must be at most {MOST:g}; got a number of {len(text)} digits")
+            raise ValueError(f"{name} must be at most {MOST:g}; got a number of {len(text)} digits")
         if not is_whole or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
+            raise ValueError(f"{name} must be a whole number of at least {least}; got {text!r}")
         return int(text)
 
     return number
 
 
-def quantity(parse: Callable[[str, str], float], name: str) -> Callable[[str], float]:
-    """Return the type of an option with a unit."""
+def number_of(least: float, below: float = 1e9) -> Kind:
+    """Return the kind of an option that is a number without a unit, from ``least`` to below ``below``."""
 
-    def number(text: str) -> float:
-        try:
-            return parse(name, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return number
-
-
-def number_of(least: float, below: float = 1e9) -> Callable[[str], float]:
-    """Return the type of an option that is a number without a unit, from ``least`` to below ``below``."""
-
-    def number(text: str) -> float:
+    def number(name: str, text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = -1.0
         if not least <= value < below:
             limit = f" and below {below:g}" if value >= below else ""
-            raise argparse.ArgumentTypeError(f"must be a number of at least {least:g}{limit}; got {text!r}")
+            raise ValueError(f"{name} must be a number of at least {least:g}{limit}; got {text!r}")
         return value
 
     return number
+
+
+def words(name: str, text: str) -> str:
+    """Read the value of an option that is a name."""
+    return text
+
+
+def option(
+    default: Any,
+    kind: Kind | None = words,
+    shown: str = "NAME",
+    *,
+    name: str | None = None,
+    choices: Sequence[str] = (),
+    several: bool = False,
+    says_default: bool = False,
+) -> Any:
+    """Declare a field of a dataclass as an option of a command, whose help is the docstring under the field.
+
+    Args:
+        default: default of the field.
+        kind: function that reads the value, such as those of ``units``; None if the option is a flag.
+        shown: placeholder of the value in the help.
+        name: name of the option, with underscores, if that is not the field's.
+        choices: names that the help lists; they are not checked.
+        several: True if the option takes several values.
+        says_default: True if the docstring says the default, which the help otherwise adds.
+    """
+    declared = {"kind": kind, "shown": shown, "name": name, "choices": choices, "several": several}
+    return dataclasses.field(default=default, metadata=declared | {"says_default": says_default or several})
+
+
+def options_in(section: Any) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Yield the fields of a dataclass that are options, after the names of the options, with underscores."""
+    for item in dataclasses.fields(section):
+        if item.metadata:
+            yield item.metadata["name"] or item.name, item
+
+
+def add_options(group: argparse._ActionsContainer, section: type, *, without: Sequence[str] = ()) -> None:
+    """Add the options that a dataclass declares, but those ``without``. None of them has a value until it is given."""
+    helps = _docstrings(section)
+    for name, item in options_in(section):
+        if name in without:
+            continue
+        declared, dashed = item.metadata, name.replace("_", "-")
+        text = helps[item.name]
+        if declared["choices"]:
+            text = f"{text.rstrip('.')} ({', '.join(declared['choices'])})."
+        if declared["kind"] is None:
+            group.add_argument(f"--{dashed}", action="store_true", help=text)
+            continue
+        if item.default not in (None, dataclasses.MISSING) and not declared["says_default"]:
+            text += f" Default: {item.default}."
+        group.add_argument(
+            f"--{dashed}",
+            type=_reader(declared["kind"], dashed),
+            required=item.default is dataclasses.MISSING,
+            metavar=declared["shown"],
+            nargs="+" if declared["several"] else None,
+            help=text.replace("%", "%%"),
+        )
+
+
+def taken(given: Namespace, section: type, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what was given for the options that a dataclass declares, but those ``without``, by the options' names."""
+    values = {name: getattr(given, name) for name, _ in options_in(section) if name not in without}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _reader(kind: Kind, name: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind(name, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _docstrings(section: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass, on one line."""
+    [body] = ast.parse(inspect.getsource(section)).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }

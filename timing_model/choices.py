@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from timing_model.all_reduce import CollectiveTime
+from timing_model.arguments import option, whole
 from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_count, check_one_of
 from timing_model.cluster_profile import Profile
@@ -40,17 +41,22 @@ SIMPLEST = ("ddp", "pipelined", "ps-sync")
 class Space:
     """Space of a search: every combination that works."""
 
-    codecs: tuple[str, ...]
-    all_reduces: tuple[str, ...]
-    strategies: tuple[str, ...] = STRATEGIES
-    widths: tuple[int, ...] = WIDTHS
-    segments: tuple[int, ...] = SEGMENTS
-    """Sizes of the largest message that are searched, in bytes."""
-    buckets: tuple[str, ...] = ("1",)
-    """Buckets that are searched for pipelines: numbers of them, or largest sizes. At widths above 1, where they gain
-    nothing, they are only searched if the whole gradient is not."""
-    members: tuple[int, ...] = (1,)
-    """Members of an island that are searched for pipelines; 1 means no islands."""
+    strategies: tuple[str, ...] = option(STRATEGIES, several=True)
+    """Strategies to search: all of them without it."""
+    widths: tuple[int, ...] = option(WIDTHS, whole(), "K", several=True)
+    """Widths to search: 1 to 3 without it."""
+    codecs: tuple[str, ...] = option((), several=True)
+    """Codecs to search: without it fp32, bf16, fp16, int8 and int4; "all" includes those that cost accuracy."""
+    all_reduces: tuple[str, ...] = option((), several=True)
+    """All-reduces to search: without it those that were measured; with numbers typed in all, all-to-all up to 32
+    ranks."""
+    segments: tuple[int, ...] = option(SEGMENTS, whole(), "N", several=True)
+    """Sizes of the largest message to search, in bytes: 64 KiB to 16 MiB without it."""
+    buckets: tuple[str, ...] = option(("1",), shown="N|SIZE", several=True)
+    """Buckets to search, in which gradients leave during the backward pass: numbers of them, or largest sizes. Without
+    it 1, 4 and 16. At widths above 1, where they gain nothing, they are searched only if the whole gradient is not."""
+    members: tuple[int, ...] = option((1,), whole(), "M", several=True)
+    """Ranks of an island to search, with --split: without it all that divide the ranks, and fit into nodes."""
 
     def __post_init__(self) -> None:
         for name in ("codecs", "all_reduces", "strategies", "widths", "segments", "buckets", "members"):
@@ -116,7 +122,7 @@ def simplicity(job: Job) -> tuple[float, ...]:
     bits = 32.0 if job.codec_profile is None else job.codec_profile.bits
     return (
         job.width > 1,
-        job.members,
+        job.islands.members,
         round(job.width - 1 + math.log2(32 / bits) / 2, 1),
         -bits,
         codecs.index(job.codec) if job.codec in codecs else len(codecs),

@@ -11,28 +11,18 @@ import shutil
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from timing_model import __version__
 from timing_model.advice import advice, reason
 from timing_model.alternatives import alternatives
-from timing_model.arguments import Parser, whole
+from timing_model.arguments import Parser, add_options, option, taken, whole
 from timing_model.checks import check_one_of
-from timing_model.choices import (
-    ACCURATE,
-    ALL,
-    BUCKETS,
-    LARGEST_ALL_TO_ALL,
-    SEGMENTS,
-    WIDTHS,
-    Choice,
-    Space,
-    all_codecs,
-)
+from timing_model.choices import ALL, Choice, Space, all_codecs
 from timing_model.configurations import describe, in_program, training_arguments
 from timing_model.costs import costs_of, iteration_time
-from timing_model.job import STRATEGIES
 from timing_model.memory import rank_memory
 from timing_model.options import add_configuration, add_job, add_nodes, base_of, job_of
 from timing_model.plan import plan
@@ -61,11 +51,14 @@ EXIT_UNREAD = 141
 """Exit code of a process whose output nobody has read to its end: what shells say of SIGPIPE."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 2 after a line on stderr for wrong arguments, 141 if unread."""
+def main(argv: Sequence[str] | None = None, *, program: str = "timing-model") -> int:
+    """Run the command and return its exit code: 2 after a line on stderr for wrong arguments, 141 if unread.
+
+    ``program`` is its name in the help.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        text = _run(list(argv))
+        text = _run(list(argv), program)
     except ValueError as error:
         field, _, rest = str(error).partition(" ")
         option = field.replace("_", "-") if re.fullmatch("[a-z_]+", field) else field  # or a field of a file
@@ -90,7 +83,7 @@ def script() -> int:
     return main()
 
 
-def _run(argv: list[str]) -> str:
+def _run(argv: list[str], program: str) -> str:
     if not argv or argv[0] in ("-h", "--help"):
         return HELP
     if argv == ["--version"]:
@@ -98,7 +91,7 @@ def _run(argv: list[str]) -> str:
     check_one_of("command", argv[0], list(COMMANDS))
     add_options, answer = COMMANDS[argv[0]]
     options = Parser(
-        prog=f"timing-model {argv[0]}",
+        prog=f"{program} {argv[0]}",
         description=answer.__doc__,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -107,6 +100,7 @@ def _run(argv: list[str]) -> str:
     if {"-h", "--help"} & set(argv[1:]):
         return options.format_help().rstrip()
     given = options.parse(argv[1:])
+    given.plot = None if given.plot is None else Path(given.plot)
     check_plot(given.plot)
     return answer(given)
 
@@ -134,76 +128,41 @@ def _plot_widths(answer: Answer, axes: Axes) -> Axes:
     return plot_parts([describe(one) for one in jobs], iterations, axes, title=job_line(job))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Options of ``plan`` besides those of its space."""
+
+    accuracy_cost: Sequence[str] = option((), shown="NAME=SHARE", several=True)
+    """Share of iterations needed in addition for the same accuracy: width=1% for each one above 1, int4=3%."""
+    top: int = option(8, whole(), "N")
+    """Number of configurations to show."""
+
+
 def _add_plan(options: Parser) -> None:
     add_job(options)
-    searched = options.add_argument_group("search space")
-    searched.add_argument(
-        "--strategies", nargs="+", metavar="NAME", help=f"strategies to search ({' '.join(STRATEGIES)})"
-    )
-    searched.add_argument(
-        "--widths", nargs="+", type=whole(), metavar="K", help=f"widths to search ({' '.join(map(str, WIDTHS))})"
-    )
-    searched.add_argument(
-        "--codecs",
-        nargs="+",
-        metavar="NAME",
-        help=f"codecs to search ({' '.join(ACCURATE)}); {ALL} includes those that cost accuracy",
-    )
-    searched.add_argument(
-        "--all-reduces",
-        nargs="+",
-        metavar="NAME",
-        help="all-reduces to search (those that were measured; with numbers typed in all, "
-        f"all-to-all up to {LARGEST_ALL_TO_ALL} ranks)",
-    )
-    searched.add_argument(
-        "--segments",
-        nargs="+",
-        type=whole(),
-        metavar="N",
-        help=f"sizes of the largest message to search, in bytes ({' '.join(map(str, SEGMENTS))})",
-    )
-    searched.add_argument(
-        "--buckets",
-        nargs="+",
-        metavar="N|SIZE",
-        help=f"buckets to search, in which gradients leave during the backward pass at width 1 ({' '.join(BUCKETS)})",
-    )
-    searched.add_argument(
-        "--members",
-        nargs="+",
-        type=whole(),
-        metavar="M",
-        help="ranks of an island to search, with --split (all that divide the ranks, and fit into nodes)",
-    )
-    add_nodes(searched)
-    searched.add_argument(
-        "--accuracy-cost",
-        nargs="+",
-        default=[],
-        metavar="NAME=SHARE",
-        help="share of iterations needed in addition for the same accuracy: width=1%% for each one above 1, int4=3%%",
-    )
-    options.add_argument("--top", type=whole(), default=8, metavar="N", help="number of configurations to show (8)")
+    group = options.add_argument_group("search space")
+    add_options(group, Space)
+    add_nodes(group)
+    add_options(group, Wanted)
 
 
 def _plan(given: Namespace) -> str:
     """Find the best strategy, width, codec, all-reduce, segment size and islands, and say why."""
     base = base_of(given)
     space = Space.of(base)
-    names = ("strategies", "widths", "codecs", "all_reduces", "segments", "buckets", "members")
-    asked = {name: tuple(dict.fromkeys(getattr(given, name))) for name in names if getattr(given, name)}
+    asked = {name: tuple(dict.fromkeys(values)) for name, values in taken(given, Space).items()}
+    wanted = Wanted(**taken(given, Wanted))
     if ALL in asked.get("codecs", ()):
         asked["codecs"] = all_codecs(base.cluster)
     space = dataclasses.replace(space, **asked)
     found = plan(
         base,
         space,
-        accuracy_cost=dict(map(_accuracy_cost, given.accuracy_cost)),
+        accuracy_cost=dict(map(_accuracy_cost, wanted.accuracy_cost)),
         extrapolate=given.extrapolate,
     )
     if given.plot:
-        shown = found.shown(given.top)
+        shown = found.shown(wanted.top)
         labels, iterations = [describe(one.job) for one in shown], [one.iteration for one in shown]
         save_plot(
             given.plot,
@@ -213,7 +172,7 @@ def _plan(given: Namespace) -> str:
     answer = predict(found.best.job, extrapolate=given.extrapolate)
     others = alternatives(found, space, extrapolate=given.extrapolate)
     if not given.json:
-        return plan_text(found, answer, given.top, others)
+        return plan_text(found, answer, wanted.top, others)
     values = {
         "predicted": answer.as_json(),
         "best": _choice(found.best),
@@ -221,7 +180,7 @@ def _plan(given: Namespace) -> str:
         "synchronous": found.synchronous and _choice(found.synchronous),
         "uncompressed": found.uncompressed and _choice(found.uncompressed),
         "advice": [*advice(found, others), *others],
-        "ranking": [_choice(one) | {"tie": one in found.tied} for one in found.kinds[: given.top]],
+        "ranking": [_choice(one) | {"tie": one in found.tied} for one in found.kinds[: wanted.top]],
         "considered": found.considered,
         "meshes": {members: _choice(one) for members, one in found.meshes.items()},
         "too_large": found.too_large,
@@ -233,7 +192,7 @@ def _choice(choice: Choice) -> dict[str, object]:
     job = choice.job
     return {
         **{
-            name: getattr(job, name)
+            name: job.values()[name]
             for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes", "buckets", "members")
         },
         "iteration_seconds": choice.iteration._asdict(),
@@ -253,16 +212,25 @@ def _accuracy_cost(text: str) -> tuple[str, float]:
     return found[1], float(found[2]) / (100 if found[3] else 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Options of ``simulate``."""
+
+    seed: int = option(0, whole(0), "N")
+    """Seed of the jitter."""
+
+
 def _add_simulate(options: Parser) -> None:
     _add_predict(options)
-    options.add_argument("--seed", type=whole(0), default=0, help="seed of the jitter (0)")
+    add_options(options, Drawn)
 
 
 def _simulate(given: Namespace) -> str:
     """Simulate the same iterations one by one, with jitter and slow ranks (1000, or --iterations)."""
-    simulated = simulate_job(job_of(given), seed=given.seed, extrapolate=given.extrapolate)
+    seed = Drawn(**taken(given, Drawn)).seed
+    simulated = simulate_job(job_of(given), seed=seed, extrapolate=given.extrapolate)
     if given.plot:
-        save_plot(given.plot, lambda axes: plot_simulated_job(simulated.answer, axes, seed=given.seed))
+        save_plot(given.plot, lambda axes: plot_simulated_job(simulated.answer, axes, seed=seed))
     return json.dumps(simulated.as_json(), indent=1) if given.json else simulated.text()
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from timing_model.buckets import WHOLE, Cut
-from timing_model.collective_time import ring_all_reduce_bytes
 from timing_model.measured import (
-    LINK,
+    BESIDE_RING,
     MOST,
-    MOST_PERSISTENCE,
-    PARAMETER_SERVER,
+    RING,
     UNCOMPRESSED,
     Calibrated,
     CodecProfile,
-    CodecRates,
     ComputeProfile,
     Corrections,
     Estimate,
@@ -26,49 +22,26 @@ from timing_model.measured import (
     MeasuredIteration,
     configuration,
 )
-from timing_model.params import FLOAT_BYTES, PlacedLink
+from timing_model.params import PlacedLink
 from timing_model.presets import ethernet
-from timing_model.schedules import ALL_REDUCES
 from timing_model.toml_io import Scalar, Table, format_tables, read_tables
 from timing_model.units import parse_bandwidth, parse_seconds
 
-FORMAT, FORMER_FORMAT = 6, 5
-"""Version of the file's format, raised whenever an older reader would misunderstand a newer file, and the one before,
-which is still read: it has shares by which collectives are slower next to the computation, in place of times."""
-RING, HIERARCHICAL = "ring", "hierarchical"
-BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
-"""Names of the all-reduces, and of the parameter server, that may have a link of their own."""
-MOST_CV = 10.0
-SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
-"""Fewest bits of a value on the wire, and fewest ranks per core."""
-ESTIMATES = (
-    "forward",
-    "backward",
-    "update",
-    "late_update",
-    "compute_slowdown",
-    "codec_compute_slowdown",
-)
-"""Fields of a ``ComputeProfile`` that are estimates."""
-LATER = {
-    "loading": MOST,
-    "handover": MOST,
-    "late_handover": MOST,
-    "persistence": MOST_PERSISTENCE,
-    "comm_cv": MOST_CV,
-}
-"""Estimates that files of this format may be without, which means 0, and their largest values. Those that are 0 are not
-written, so that readers that do not know them can read the file, too."""
+FORMAT = 7
+"""Version of the file's format, raised whenever an older reader would misunderstand a newer file."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """A cluster, and the models on it."""
 
+    provenance: dict[str, Scalar] = field(default_factory=dict)
+    """Origin of the profile, for people; the model does not read it."""
     calibrated: Calibrated
     link: LinkProfile
     """Link of a ring, and of all that is not in ``links``."""
-    links: dict[str, LinkProfile] = field(default_factory=dict)
+    links: dict[str, LinkProfile] = field(default_factory=dict, metadata={"names": BESIDE_RING})
     """Links of other all-reduces by name, and of ``PARAMETER_SERVER``: the same network, as measured with each."""
     inner: LinkProfile | None = None
     """Link inside a node; its alpha and beta count."""
@@ -76,11 +49,9 @@ class Profile:
     """Links between the ranks, where not all are alike; ``link`` then has the largest alpha, beta and host of them."""
     codecs: dict[str, CodecProfile] = field(default_factory=dict)
     """Codecs by name, without fp32, which costs the link's gamma."""
-    sharing: Estimate | None = None
+    sharing: Estimate | None = field(default=None, metadata={"most": 1.0})
     """Value of ``sharing`` in ``parameter_server.parameter_server_time``."""
     compute: tuple[ComputeProfile, ...] = ()
-    provenance: dict[str, Scalar] = field(default_factory=dict)
-    """Origin of the profile, for people; the model does not read it."""
 
     def with_measured(self, model: str, batch_size: int, measured: Sequence[MeasuredIteration]) -> Profile:
         """Return the profile with iterations of this model that were measured, in place of older ones."""
@@ -104,25 +75,9 @@ class Profile:
         if file.is_list("link"):
             return _by_hand(file)
         version = file.count("format")
-        if version not in (FORMAT, FORMER_FORMAT):
+        if version != FORMAT:
             raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate again)", version)
-        links, codecs = (file.table(name) if name in file else None for name in ("links", "codecs"))
-        servers = file.table("servers") if "servers" in file else None
-        sharing = _estimate(servers, "sharing", most=1.0) if servers else None
-        profile = cls(
-            provenance=file.table("provenance").scalars() if "provenance" in file else {},
-            calibrated=_calibrated(file.table("calibrated")),
-            link=_link(file.table("link")),
-            links={name: _link(links.table(name)) for name in _names(links, BESIDE_RING)} if links else {},
-            inner=_link(file.table("inner")) if "inner" in file else None,
-            codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
-            sharing=sharing,
-        )
-        read_compute = _compute if version == FORMAT else partial(_former_compute, profile=profile)
-        profile = dataclasses.replace(profile, compute=tuple(map(read_compute, file.tables("compute"))))
-        if servers:
-            servers.done()
-        file.done()
+        profile = _read(file, cls)
         if UNCOMPRESSED in profile.codecs:
             raise file.error("codecs", f"not have {UNCOMPRESSED}, which costs link.gamma", UNCOMPRESSED)
         measured = [(one.model, one.batch_size) for one in profile.compute]
@@ -131,28 +86,38 @@ class Profile:
         return profile
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises ``ValueError`` if it cannot be written."""
-        values = {"format": FORMAT, **dataclasses.asdict(self)}
-        for link in (values["link"], values["inner"], *values["links"].values()):
-            if link is not None:
-                del link["overhead"], link["host"]  # are not measured
-        ordered = {name: values[name] for name in ("format", "provenance", "calibrated", "link", "links", "inner")}
-        ordered["codecs"] = {name: one | one.pop("rates") for name, one in values["codecs"].items()}
-        ordered["servers"] = None if self.sharing is None else {"sharing": values["sharing"]}
-        ordered["compute"] = values["compute"]
-        for one, measured in zip(ordered["compute"], self.compute, strict=True):
-            for name in LATER:
-                one[name] = one[name] if getattr(measured, name).high > 0 else None
-            one["accumulation"] = one["accumulation"] if measured.accumulation > 1 else None  # as with LATER
-            one["released"] = one["released"] or None
-            for each in one["measured"]:
-                each["buckets"] = each["buckets"] if Cut.parse(each["buckets"]) != WHOLE else None
+        """Write the file, whole or not at all, without fields that have their defaults.
+
+        Raises ``ValueError`` if it cannot be written.
+        """
+        text = format_tables({"format": FORMAT} | _plain(self))
         aside = path.with_name(f".{path.name}.tmp")
         try:
-            aside.write_text(format_tables(ordered) + "\n", encoding="utf-8")
+            aside.write_text(text + "\n", encoding="utf-8")
             aside.replace(path)
         except OSError as failure:
             raise ValueError(f"{path} must be a file to write; {failure.strerror}") from None
+
+    def limited_to(self, rate: float) -> Profile:
+        """Return the profile of the same cluster if each rank sends at most ``rate`` bytes of payload a second: the
+        bandwidth of its links is the smaller one of theirs and of this.
+
+        What was measured at a higher rate is left out, and the computation is slower by as much less as the bandwidth
+        is smaller: a rank's cores have the same work for a collective, in a longer time.
+        """
+        share = min(1.0, rate * self.link.params().byte_seconds())
+        if share == 1:
+            return self
+        slower = ("compute_slowdown", "codec_compute_slowdown")
+        return dataclasses.replace(
+            self,
+            link=self.link.limited_to(rate),
+            links={name: one.limited_to(rate) for name, one in self.links.items()},
+            compute=tuple(
+                dataclasses.replace(one, measured=(), **{name: getattr(one, name).times(share) for name in slower})
+                for one in self.compute
+            ),
+        )
 
     @property
     def named_ranks(self) -> int:
@@ -198,127 +163,67 @@ def _placed(table: Table) -> PlacedLink:
     return PlacedLink(link=link, senders=senders, receivers=receivers, node=node)
 
 
-def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
-    numbers = table.table(field)
+def _read(table: Table, kind: type[T]) -> T:
+    """Read a dataclass from a table, field by field; fields with a default may be missing."""
+    hints = get_type_hints(kind)
+    values = {
+        item.name: _value(table, item.name, hints[item.name], item.metadata)
+        for item in dataclasses.fields(cast(Any, kind))
+        if item.name in table or item.default is item.default_factory is dataclasses.MISSING
+    }
+    table.done()
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise table.refused(error) from None
+
+
+def _value(table: Table, name: str, hint: Any, bounds: Mapping[str, Any]) -> Any:
+    """Take a field of this type from a table, with the ``bounds`` of its metadata."""
+    arguments = get_args(hint)
+    if type(None) in arguments:
+        return _value(table, name, arguments[0], bounds)
+    if hint is Estimate:
+        return _estimate(table, name, **bounds)
+    if hint is bool:
+        return table.flag(name)
+    if hint is str:
+        return table.text(name)
+    if hint in (int, float):
+        return (table.count if hint is int else table.number)(name, **bounds)
+    if get_origin(hint) is tuple:
+        if arguments[0] in (int, float):
+            return (table.counts if arguments[0] is int else table.numbers)(name, **bounds)
+        return tuple(_read(one, arguments[0]) for one in table.tables(name))
+    if get_origin(hint) is dict:
+        if arguments[1] == Scalar:
+            return table.table(name).scalars()
+        inner = table.table(name)
+        for one in inner.names():
+            if one not in bounds.get("names", (one,)):
+                raise inner.error(one, f"not be there, but some of {', '.join(bounds['names'])}", one)
+        return {one: _value(inner, one, arguments[1], {}) for one in inner.names()}
+    return _read(table.table(name), hint)
+
+
+def _estimate(table: Table, name: str, most: float = MOST) -> Estimate:
+    numbers = table.table(name)
     value = numbers.number("value", most=most)
     low, high = numbers.number("low", most=value), numbers.number("high", least=value, most=most)
     numbers.done()
     return Estimate(value, low, high)
 
 
-def _link(table: Table) -> LinkProfile:
-    corrections = _corrections(table.table("corrections")) if "corrections" in table else None
-    alpha, beta, gamma, sync = (_estimate(table, name) for name in LINK)
-    table.done()
-    return LinkProfile(alpha=alpha, beta=beta, gamma=gamma, sync=sync, corrections=corrections)
+def _plain(value: Any) -> Any:
+    """Return a dataclass as nested mappings, without fields that have their defaults; ``Estimate`` has none."""
+    if dataclasses.is_dataclass(value):
+        kept = [item for item in dataclasses.fields(value) if getattr(value, item.name) != _default(item)]
+        return {item.name: _plain(getattr(value, item.name)) for item in kept}
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
-def _corrections(table: Table) -> Corrections:
-    world_sizes = table.counts("world_sizes", least=2)
-    nbytes = table.counts("nbytes")
-    factors, errors = table.numbers("factors", least=SMALLEST_SHARE), table.numbers("errors")
-    for name, values in (("nbytes", nbytes), ("factors", factors), ("errors", errors)):
-        if len(values) != len(world_sizes):
-            raise table.error(name, f"have {len(world_sizes)} numbers, as world_sizes has", list(values))
-    table.done()
-    return Corrections(world_sizes=world_sizes, nbytes=nbytes, factors=factors, errors=errors)
-
-
-def _names(table: Table, known: Sequence[str]) -> list[str]:
-    for name in table.names():
-        if name not in known:
-            raise table.error(name, f"not be there, but some of {', '.join(known)}", name)
-    return table.names()
-
-
-def _codec(table: Table) -> CodecProfile:
-    codec = CodecProfile(
-        bits=table.number("bits", least=SMALLEST_BITS),
-        gathered=table.flag("gathered"),
-        call=_estimate(table, "call"),
-        rates=CodecRates(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(CodecRates)}),
-    )
-    table.done()
-    return codec
-
-
-def _calibrated(table: Table) -> Calibrated:
-    smallest, residuals = table.count("smallest_bytes"), table.table("residuals")
-    calibrated = Calibrated(
-        world_sizes=table.counts("world_sizes", least=2),
-        smallest_bytes=smallest,
-        largest_bytes=table.count("largest_bytes", least=smallest),
-        residuals={name: residuals.number(name) for name in _names(residuals, (RING, *BESIDE_RING))},
-        ranks_per_core=table.number("ranks_per_core", least=SMALLEST_SHARE),
-    )
-    table.done()
-    return calibrated
-
-
-def _former_compute(table: Table, profile: Profile) -> ComputeProfile:
-    """Read a computation of the former format, whose all-reduces are slower in a pipeline by shares of their time on
-    the wire, in addition to the handover at width 1."""
-    share, shares = _estimate(table, "comm_slowdown"), _by_all_reduce(table, "comm_slowdowns")
-    compute = _compute(table)
-    transferred = ring_all_reduce_bytes(FLOAT_BYTES * compute.numel, max(profile.calibrated.world_sizes))
-
-    def late(name: str, share: Estimate) -> Estimate:
-        on_wire = transferred * profile.link_of(name).beta.value
-        both = zip(dataclasses.astuple(compute.handover), dataclasses.astuple(share), strict=True)
-        return Estimate(*(min(MOST, handover + slower * on_wire) for handover, slower in both))
-
-    late_handovers = {name: late(name, one) for name, one in shares.items()}
-    return dataclasses.replace(compute, late_handover=late(RING, share), late_handovers=late_handovers)
-
-
-def _by_all_reduce(table: Table, field: str) -> dict[str, Estimate]:
-    if field not in table:
-        return {}
-    others = table.table(field)
-    return {name: _estimate(others, name) for name in _names(others, BESIDE_RING)}
-
-
-def _compute(table: Table) -> ComputeProfile:
-    compute = ComputeProfile(
-        model=table.text("model"),
-        batch_size=table.count("batch_size"),
-        accumulation=table.count("accumulation") if "accumulation" in table else 1,
-        tensors=table.counts("tensors"),
-        released=table.numbers("released", most=1.0) if "released" in table else (),
-        samples=table.count("samples") if "samples" in table else None,
-        cv=table.number("cv", most=MOST_CV),
-        slow_ranks=table.numbers("slow_ranks", least=1.0),
-        processor_share=table.number("processor_share", most=1.0) if "processor_share" in table else 1.0,
-        local_update=_estimate(table, "local_update") if "local_update" in table else None,
-        measured=tuple(map(_measured, table.tables("measured"))),
-        late_handovers=_by_all_reduce(table, "late_handovers"),
-        **{
-            name: _estimate(table, name, most) if name in table else Estimate.exact(0.0) for name, most in LATER.items()
-        },
-        **{name: _estimate(table, name) for name in ESTIMATES},
-    )
-    table.done()
-    if compute.released and len(compute.released) != len(compute.tensors):
-        wanted = f"have {len(compute.tensors)} numbers, as tensors has"
-        raise table.error("released", wanted, list(compute.released))
-    return compute
-
-
-def _measured(table: Table) -> MeasuredIteration:
-    measured = MeasuredIteration(
-        world_size=table.count("world_size", least=2),
-        width=table.count("width"),
-        codec=table.text("codec"),
-        all_reduce=table.text("all_reduce"),
-        segment_bytes=table.count("segment_bytes"),
-        iteration=_estimate(table, "iteration"),
-        iterations=table.count("iterations"),
-        loader_workers=table.count("loader_workers", least=0) if "loader_workers" in table else None,
-        buckets=table.text("buckets") if "buckets" in table else "1",
-    )
-    table.done()
-    try:
-        Cut.parse(measured.buckets)
-    except ValueError:
-        raise table.error("buckets", "be a number of buckets, or the largest size of one", measured.buckets) from None
-    return measured
+def _default(item: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field; ``dataclasses.MISSING`` if it has none."""
+    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()

@@ -23,7 +23,7 @@ def describe(job: Job) -> str:
     if job.strategy == "ps-sync":
         return "ps-sync"
     if job.mesh.is_one_island:
-        return f"1 island of {job.members} by {job.split}"
+        return f"1 island of {job.islands.members} by {job.islands.split}"
     codec = "no codec" if job.codec == UNCOMPRESSED else job.codec
     if job.strategy == "ddp":
         return f"ddp, {codec}"
@@ -31,25 +31,25 @@ def describe(job: Job) -> str:
     name += f", {job.local_steps} local steps" if job.local_steps > 1 else ""
     segment = "" if job.segment_bytes == SEGMENT_BYTES else f", segments of {job.segment_bytes >> 10} KiB"
     buckets = "" if job.cut == WHOLE else f", buckets {job.buckets}"
-    islands = "" if job.members == 1 else f", {job.mesh.islands} islands of {job.members} by {job.split}"
+    members, split = job.islands.members, job.islands.split
+    islands = "" if members == 1 else f", {job.mesh.number} islands of {members} by {split}"
     parts = f", {format_bytes(sum(one.nbytes for one in job.parts))} gathered" if job.parts else ""
     return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}{islands}{parts}"
 
 
 def training_arguments(job: Job) -> str:
     """Return the options of ``pipesgd.train`` that run a configuration; with islands, the arguments of a loop."""
-    if job.members > 1:
+    if job.islands.members > 1:
         return with_mesh(job, "...")
     accumulation = f" --accumulation {job.micro_batches}" if job.micro_batches > 1 else ""
-    limit = "" if job.rate_limit is None else f" --rate-limit {8e-6 * job.rate_limit:g}mbit"
-    return _strategy_arguments(job) + accumulation + limit
+    return _strategy_arguments(job) + accumulation
 
 
 def _strategy_arguments(job: Job) -> str:
     if job.strategy == "ddp":
         return "--strategy ddp" + ("" if job.codec == UNCOMPRESSED else f" --ddp-hook {job.codec}")
     if job.strategy == "ps-sync":
-        return f"--strategy ps-sync --servers {job.servers}"
+        return f"--strategy ps-sync --servers {job.servers.number}"
     steps = f" --local-steps {job.local_steps}" if job.local_steps > 1 else ""
     words = f"--width {job.width}{steps} --codec {job.codec} --all-reduce {job.all_reduce}"
     words += "" if job.segment_bytes == SEGMENT_BYTES else f" --segment-bytes {job.segment_bytes}"
@@ -63,7 +63,7 @@ def in_program(job: Job) -> str:
     """
     if job.strategy == "ps-sync":
         return "none, since only pipesgd.train has parameter servers"
-    if job.members > 1:
+    if job.islands.members > 1:
         return ("" if job.mesh.is_one_island else "pipesgd.") + with_mesh(job, "model, optimizer")
     batches = f"; all but the last of {job.micro_batches} micro-batches in model.no_sync()"
     return _call(job) + (batches if job.micro_batches > 1 else "")
@@ -72,11 +72,11 @@ def in_program(job: Job) -> str:
 def with_mesh(job: Job, objects: str) -> str:
     """Return the arguments of a loop with islands after its ``objects``, and the mesh of the islands."""
     if job.mesh.is_one_island:
-        return f"{job.split} over all ranks, by torch alone"
+        return f"{job.islands.split} over all ranks, by torch alone"
     words = f'width={job.width}, codec="{job.codec}", all_reduce="{job.all_reduce}"'
     words = _joined(objects, words, _segments(job), _buckets(job), "mesh=mesh")
     batches = f" and {job.micro_batches} micro-batches" if job.micro_batches > 1 else ""
-    return f"Pipelined({words}) with a mesh of ({job.mesh.islands}, {job.members}){batches}"
+    return f"Pipelined({words}) with a mesh of ({job.mesh.number}, {job.islands.members}){batches}"
 
 
 def _call(job: Job) -> str:
@@ -84,9 +84,8 @@ def _call(job: Job) -> str:
         hook = "" if job.codec == UNCOMPRESSED else f" and model.register_comm_hook(None, {HOOK})"
         return f"model = DistributedDataParallel(layers){hook}, without pipesgd"
     all_reduce = "" if job.all_reduce == "ring" else f'all_reduce="{job.all_reduce}"'
-    limit = "" if job.rate_limit is None else f'rate_limit="{8e-6 * job.rate_limit:g}mbit"'
-    exchange = _joined(f'codec="{job.codec}"', all_reduce, _segments(job), limit)
-    if job.width == 1 and job.rate_limit is None:  # which compress does not have
+    exchange = _joined(f'codec="{job.codec}"', all_reduce, _segments(job))
+    if job.width == 1:
         return f"pipesgd.ddp.compress(model, {exchange}){_own_buckets(job)}"
     if job.cut == WHOLE:
         return f"pipesgd.ddp.attach(model, optimizer, width={job.width}, {exchange})"

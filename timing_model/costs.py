@@ -49,8 +49,6 @@ class Costs:
     parts: tuple[Parts, ...]
     """Gradients whose parts are gathered."""
     sharing: float
-    rate_limit: float
-    """Most bytes that a rank sends in a second; infinite without a limit."""
 
 
 def costs_of(job: Job) -> Costs:
@@ -68,12 +66,11 @@ def costs_of(job: Job) -> Costs:
         codec=codec,
         times=dataclasses.replace(
             job.accumulated.times(job.width, job.all_reduce, job.codec, job.local_steps),
-            compute_slowdown=_slowdown(job).value,
+            compute_slowdown=job.compute.compute_slowdown_of(job.codec).value,
         ),
         noise=job.noise,
         parts=job.parts,
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
-        rate_limit=math.inf if job.rate_limit is None else job.rate_limit,
     )
 
 
@@ -132,7 +129,6 @@ def _servers(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
         job.nbytes,
         job.world_size,
         servers=job.servers,
-        placement=job.placement,
         sharing=costs.sharing,
     )
     return partial(server_iteration_time, traffic=traffic, world_size=job.workers, noise=costs.noise), traffic
@@ -190,7 +186,7 @@ def times_of(job: Job, costs: Costs) -> ComputeTimes:
 
 def _share_links(job: Job) -> bool:
     """Return True if members of an island use links on which it exchanges gradients with other islands."""
-    members, placed = job.members, job.cluster.placed
+    members, placed = job.islands.members, job.cluster.placed
     if not placed:
         return not job.mesh.within_node
 
@@ -210,7 +206,7 @@ def workers_that_hide(job: Job) -> int | None:
     if costs.times.loading == 0 or without == 0:
         return None
     workers = math.ceil(costs.times.loading / without)
-    hidden = iteration_time(dataclasses.replace(job, loader_workers=workers), costs)[0]
+    hidden = iteration_time(job.changed(loader_workers=workers), costs)[0]
     return workers if hidden.loading <= HIDDEN * hidden.total else None
 
 
@@ -222,12 +218,11 @@ def buckets_of(job: Job, costs: Costs) -> Buckets:
     apart = {tensor for one in costs.parts for tensor in one.tensors}
     compute = job.compute
     cut = completed(job.cut, [FLOAT_BYTES * numel for numel in compute.tensors], apart, compute.released)
-    gather = partial(parts_time, segment_bytes=job.message_bytes, rate_limit=costs.rate_limit)
-    buckets = [
+    gather = partial(parts_time, costs.link, world_size=job.world_size, segment_bytes=job.segment_bytes)
+    return [
         *((share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut),
-        *((1.0, gather(costs.link, one, job.world_size)) for one in costs.parts),
+        *((1.0, gather(parts=one)) for one in costs.parts),
     ]
-    return [*((share, one.before_another()) for share, one in buckets[:-1]), *buckets[-1:]]
 
 
 def whole(buckets: Buckets) -> CollectiveTime:
@@ -243,35 +238,23 @@ def _together(collectives: Iterable[CollectiveTime]) -> CollectiveTime:
 def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
     """Return the time of the all-reduce of ``numel`` values of the model, between islands if there are any."""
     codec = None if job.codec == UNCOMPRESSED else costs.codec
-    segment_bytes, rate_limit = job.message_bytes, costs.rate_limit
     if job.gathered:
-        return gather_time(
-            costs.link, numel, job.world_size, codec=costs.codec, segment_bytes=segment_bytes, rate_limit=rate_limit
-        )
+        return gather_time(costs.link, numel, job.world_size, codec=costs.codec, segment_bytes=job.segment_bytes)
     mesh = job.mesh
     one_time = partial(
         all_reduce_time,
         str(job.all_reduce),
         dataclasses.replace(costs.link, beta=mesh.sharing * costs.link.beta),
-        world_size=mesh.islands,
+        world_size=mesh.number,
         codec=codec,
-        segment_bytes=segment_bytes,
+        segment_bytes=job.segment_bytes,
         inner=costs.inner,
-        ranks_per_node=job.ranks_per_node,
-        nics=job.nics,
+        ranks_per_node=job.nodes.ranks_per_node,
+        nics=job.nodes.nics,
         placed=costs.placed,
-        members=mesh.members,
-        rate_limit=rate_limit,
+        members=mesh.islands.members,
     )
     return _together(one_time(values) for values in mesh.buffers(numel))
-
-
-def _slowdown(job: Job) -> Estimate:
-    """Return the slowdown of the computation by the collective.
-
-    A rank that sends at a rate limit needs its cores for the same work, in a longer time.
-    """
-    return job.compute.compute_slowdown_of(job.codec).times(job.sending_share)
 
 
 def _link(job: Job) -> LinkProfile:
@@ -280,10 +263,9 @@ def _link(job: Job) -> LinkProfile:
 
 def correction_of(job: Job) -> tuple[float, float] | None:
     """Return the factor on the formula's time of the collective, and the share by which it may be off; None if this
-    all-reduce, or parameter server, was not measured among this many ranks, or not at the rate that limits it, or there
-    are islands."""
+    all-reduce, or parameter server, was not measured among this many ranks, or there are islands."""
     corrections = job.cluster.corrections_of(job.measured_as)
-    if corrections is None or job.gathered or job.limited or job.members > 1:
+    if corrections is None or job.gathered or job.islands.members > 1:
         return None
     return corrections.at(job.world_size, job.wire_bytes)
 
@@ -306,6 +288,6 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     yield "times", compute.updates(job.width, job.local_steps) | passes
     yield "times", {"loading": compute.loading}
     yield "times", {"handover": compute.handover_of(job.width, job.all_reduce)}
-    yield "times", {"compute_slowdown": _slowdown(job)}
+    yield "times", {"compute_slowdown": compute.compute_slowdown_of(job.codec)}
     yield "noise", {"persistence": compute.persistence}
     yield "noise", {"comm_cv": compute.comm_cv}

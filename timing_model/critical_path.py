@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from timing_model.schedules import SAVED_SECONDS
-
 Values = NDArray[np.float64]
 
 EVEN = 1e-11
@@ -35,8 +33,6 @@ class SegmentCosts:
     """Transfer time on a wire between nodes."""
     overhead: float
     """CPU time of sending the segment."""
-    pause: float = 0.0
-    """Time of the segment at a rate limit; 0 without a limit."""
     inner_alpha: float = 0.0
     """Latency inside a node."""
     inner_transfer: float = 0.0
@@ -52,9 +48,7 @@ class _Rank:
 
         C(e) = \max(C(e-1), A(m)) + work(e), \qquad
         C(m') = C(m'-1) + o, \qquad
-        Q(m') = \max(C(m'), B(m'-1)), \qquad
-        B(m') = \max(B(m'-1), Q(m') - v) + b, \qquad
-        P(m') = \max(P(m'-1), Q(m')) + w, \qquad
+        P(m') = \max(P(m'-1), C(m')) + w, \qquad
         A(m') = P(m') + \alpha
 
     C is the time of the rank's CPU, P that of its wire, and A the arrival at the other end. So the latencies of
@@ -62,10 +56,6 @@ class _Rank:
     wire inside its node and another to other nodes, both full duplex; for ranks that share a NIC, ``transfer`` accounts
     for their share. A message must have left before its memory is used again, which delays nobody here: what is
     received into that memory arrives later.
-
-    At a rate limit (``pipesgd.comm.pace.TokenBucket``) a message may leave at Q, once those before are paid for, at B.
-    Paying for it takes b = ``pause``, of which a rank that sends nothing saves up to v = ``SAVED_SECONDS``, as it has
-    in the beginning. Nobody waits until the last message is paid for. Without a limit, Q = C.
     """
 
     def __init__(self, costs: SegmentCosts):
@@ -73,8 +63,6 @@ class _Rank:
         self._cpu = 0.0
         self._wires = {False: 0.0, True: 0.0}
         """Times, in s, at which the wires are free: True is the one inside the node, False the other."""
-        self._paid = -SAVED_SECONDS
-        """Time, in s, at which all messages so far are paid for."""
 
     @property
     def end(self) -> float:
@@ -101,18 +89,9 @@ class _Rank:
         """Return when the messages arrive that are posted at the times ``posted``."""
         costs = self._costs
         transfer, alpha = (costs.inner_transfer, costs.inner_alpha) if inner else (costs.transfer, costs.alpha)
-        left = _served(self._wires[inner], self._paced(posted.ravel()), transfer)
+        left = _served(self._wires[inner], posted.ravel(), transfer)
         self._wires[inner] = float(left[-1]) if len(left) else self._wires[inner]
         return left.reshape(posted.shape) + alpha
-
-    def _paced(self, posted: Values) -> Values:
-        """Return when messages may leave that are posted at the times ``posted``."""
-        pause = self._costs.pause
-        if pause == 0 or not len(posted):
-            return posted
-        paid = _served(self._paid, posted - SAVED_SECONDS, pause)
-        self._paid = float(paid[-1])
-        return np.maximum(posted, paid - pause)
 
     def pass_on(
         self, times: int, operations: str, arrivals: Values, *, inner: bool = False, also: list[Values] | None = None
@@ -132,15 +111,13 @@ class _Rank:
                 rest = times - 1 - step
                 self._cpu += rest * later[0]
                 self._wires[inner] += rest * later[0]
-                self._paid += rest * later[0]
                 if also is not None:
                     also.append(np.add.outer(later[0] * np.arange(1, rest + 1), also[-1]).ravel())
                 return np.asarray(arrivals + rest * later[0])
         return arrivals
 
     def _state(self, arrivals: Values, inner: bool) -> Values:
-        bucket = [self._paid] if self._costs.pause else []
-        return np.array([self._cpu, self._wires[inner], *bucket, *arrivals])
+        return np.array([self._cpu, self._wires[inner], *arrivals])
 
 
 def ring(costs: SegmentCosts, world_size: int, segments: int, *, inner: bool = False) -> float:

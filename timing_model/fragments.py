@@ -87,7 +87,7 @@ def hiding_fragments(job: Job, local_steps: int) -> int | None:
     for fragments in range(1, len(job.compute.tensors) + 1):
         windows = in_windows(job, local_steps, fragments)
         times, exchange = _times_of(windows)
-        if windows.compute.numel < smallest and times.window(local_steps).hides(exchange.total, exchange.paced):
+        if windows.compute.numel < smallest and times.window(local_steps).hides(exchange.total):
             return fragments
         smallest = min(smallest, windows.compute.numel)
     return None
@@ -101,7 +101,7 @@ def hiding_windows(job: Job, fragments: int) -> int | None:
     """
     times, exchange = _times_of(in_windows(job, 2, fragments))  # those of longer windows are the same
     steps = range(2 if fragments == 1 else 1, MOST_LOCAL_STEPS + 1)
-    return next((one for one in steps if times.window(one).hides(exchange.total, exchange.paced)), None)
+    return next((one for one in steps if times.window(one).hides(exchange.total)), None)
 
 
 def _times_of(windows: Job) -> tuple[ComputeTimes, CollectiveTime]:

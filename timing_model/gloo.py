@@ -1,4 +1,4 @@
-"""Time of gloo's ring, which torch's all-reduce runs on CPU tensors: from its schedule, and in closed form."""
+"""Time of gloo's ring, which torch's all-reduce runs on CPU tensors, from its schedule."""
 
 from __future__ import annotations
 
@@ -66,30 +66,6 @@ def _phase(link: LinkParams, messages: int, segment: int, added: float) -> float
             now, before, last = (time + pairs * later[0] for time in (now, before, last))
             number += pairs * IN_FLIGHT
     return taken(taken(now, before), last)
-
-
-def native_closed_time(link: LinkParams, nbytes: float, world_size: int) -> float:
-    r"""Time of gloo's ring in closed form, approximately, in s.
-
-    With H = 2 alpha, the round trip of a message, a phase takes
-
-    .. math:: \max(\lceil N/2 \rceil (H + b + g + o) + [N\ even](g + o),\; H + N b + g + o,\; H + b + N (g + o))
-
-    It is within 0.5 % of ``native_all_reduce_time`` on average and 13 % at worst (2 to 16 ranks, 4 kB to 100 MB, 5 us
-    to 5 ms, 0.1 to 100 Gbit/s). timing.md adds 2 o, which would make that 1.5 and 80 %: it counts overhead differently.
-
-    >>> native_closed_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, 2)
-    4.0
-    """
-    messages, segment = native_messages(nbytes, world_size)
-    if world_size == 1:
-        return 0.0
-    h, b, o = 2 * link.alpha, link.byte_seconds() * segment, link.overhead
-    total = link.sync
-    for g in (link.gamma * segment, 0.0):
-        in_turn = math.ceil(messages / 2) * (h + b + g + o) + (g + o if messages % 2 == 0 else 0.0)
-        total += max(in_turn, h + messages * b + g + o, h + b + messages * (g + o))
-    return total
 
 
 def native_messages(nbytes: float, world_size: int) -> tuple[int, int]:

@@ -50,13 +50,15 @@ def inside_time(
         placed: links between the ranks, where not all are alike: each message of a pass is simulated on its own one,
             and only gamma and sync of ``link`` count.
 
+    >>> from timing_model.mesh import Islands
     >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.0)
-    >>> inside_time(Mesh(world_size=2, members=2, split="fsdp2"), [2, 2], link)
+    >>> inside_time(Mesh(world_size=2, islands=Islands(members=2, split="fsdp2")), [2, 2], link)
     InsideTime(forward=4.0, backward=8.0)
-    >>> inside_time(Mesh(world_size=2, members=2, split="tensor", activations=16.0), [2, 2], link)
+    >>> summed = Islands(members=2, split="tensor", activations=16.0)
+    >>> inside_time(Mesh(world_size=2, islands=summed), [2, 2], link)
     InsideTime(forward=8.0, backward=8.0)
     """
-    members, layers = mesh.members, len(tensors)
+    members, layers = mesh.islands.members, len(tensors)
     if members == 1:
         return InsideTime(0.0, 0.0)
 
@@ -65,18 +67,18 @@ def inside_time(
         sums = (members - 1) / members * nbytes * link.gamma if adds else 0.0
         return passes * _pass_time(mesh, link, placed, nbytes) + sums + link.sync
 
-    if mesh.split == "fsdp2":
+    if mesh.islands.split == "fsdp2":
         weights = FLOAT_BYTES * sum(tensors) / layers
         gather, scatter = (collective(1, weights, adds=adds) for adds in (False, True))
         return InsideTime(layers * gather, layers * (gather + scatter))
-    activations = members * (mesh.activations or 0.0) / (2 * layers)
+    activations = members * (mesh.islands.activations or 0.0) / (2 * layers)
     summed = layers * collective(2, activations, adds=True)
     return InsideTime(summed, summed)
 
 
 def _pass_time(mesh: Mesh, link: LinkParams, placed: tuple[PlacedLink, ...], nbytes: float) -> float:
     """Return the time in which chunks of ``nbytes`` bytes in all travel from each member to all others, in s."""
-    members = mesh.members
+    members = mesh.islands.members
     if placed:
         return _simulated_pass_time(members, mesh.world_size, link, placed, nbytes)
     return (members - 1) * (link.alpha + link.overhead + nbytes / members * link.byte_seconds())

@@ -53,10 +53,9 @@ def pipelined_iteration_time(
 
     .. math:: T = \max(c,\; m,\; (c + m) / K)
 
-    c is ``times.total``, slowed down by the collective if K > 1, and m is ``collective.total`` with its handover, or at
-    a rate limit with the pause after it (``ComputeTimes.at_width``). Width 1 is synchronous and takes c + m. Width 2 is
-    the smallest that reaches max(c, m). Noise replaces the maximum by ``jitter.steady_state_period``. Source: Li et
-    al., NeurIPS 2018 (Pipe-SGD).
+    c is ``times.total``, slowed down by the collective if K > 1, and m is ``collective.total`` with its handover
+    (``ComputeTimes.at_width``). Width 1 is synchronous and takes c + m. Width 2 is the smallest that reaches max(c, m).
+    Noise replaces the maximum by ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
 
     Raises ``ValueError`` if ``width < 1``.
 
@@ -69,10 +68,10 @@ def pipelined_iteration_time(
     check_count("width", width)
 
     def without_noise(t_comm: float) -> float:
-        c, m = times.at_width(width, t_comm, collective.paced)
+        c, m = times.at_width(width, t_comm)
         return max(c, m, (c + m) / width)
 
-    c, m = times.at_width(width, collective.total, collective.paced)
+    c, m = times.at_width(width, collective.total)
     total = steady_state_period(c, m, width, world_size, noise)
     return _parts(times.total, without_noise(collective.wire), without_noise(collective.total), total)
 

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections import Counter
 from functools import lru_cache
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,20 +31,6 @@ RUNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 """Numbers of iterations, in the bound, that a rank computes in a row without waiting."""
 SPREAD, LIFT = 1.3, 0.63
 """Constants of the correction in ``steady_state_period``."""
-
-
-def blom(world_size: int) -> float:
-    r"""Expected maximum of p standard normal draws, in standard deviations.
-
-    .. math:: \Phi^{-1}\left(\frac{p - 0.375}{p + 0.25}\right)
-
-    It is within 0.7 % for p >= 8. Source: Blom, 1958.
-
-    >>> [round(blom(p), 3) for p in (1, 8, 64, 512)]
-    [0.0, 1.434, 2.337, 3.031]
-    """
-    check_count("world_size", world_size)
-    return NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
 
 
 def expected_maximum(
@@ -203,10 +188,10 @@ def steady_state_period(t_compute: float, t_comm: float, width: int, world_size:
     6, T_c 0.3 to 2.5 c. In this range it is off by 3.0 % at worst and 0.4 % on average; up to a cv of 10 %, by 1.5 % at
     worst. With normal noise of 20 % it was off by 3.3 % at worst, with one or two ranks that are always slow by 3.5 %.
     Beyond the fit, at a cv of 60 %, it is off by 7 % at worst and 1.7 % on average; larger cvs are refused
-    (``job.CHECKED_CV``). Nothing was fitted to noise that persists, or to collectives that vary. With a persistence of
-    90 % it was off by 4 % at worst and 0.8 % on average up to a cv of 40 %, by 2 % at worst up to 20 %; with 97 % and a
-    cv of 40 % by 9 % at worst, of which the simulation's own error is a part. With a cv of the collective of 30 % it
-    was off by 4 % at worst and 0.9 % on average, with 60 % by 6 % (``experiments.jitter``).
+    (``support.CHECKED_CV``). Nothing was fitted to noise that persists, or to collectives that vary. With a persistence
+    of 90 % it was off by 4 % at worst and 0.8 % on average up to a cv of 40 %, by 2 % at worst up to 20 %; with 97 %
+    and a cv of 40 % by 9 % at worst, of which the simulation's own error is a part. With a cv of the collective of 30 %
+    it was off by 4 % at worst and 0.9 % on average, with 60 % by 6 % (``experiments.jitter``).
 
     It never falls as either time or the persistence grows, and never grows with K. Raises ``ValueError`` if a number is
     out of range.

@@ -1,16 +1,18 @@
-"""A job on a cluster, and how far it is from what was measured there."""
+"""A job on a cluster: its fields, in groups, and the checks of what goes together."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 from timing_model.all_reduce import messages_meet, unconnected
+from timing_model.arguments import option, options_in, whole
 from timing_model.buckets import WHOLE, Cut
-from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
+from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import Profile
 from timing_model.measured import (
     MOST,
@@ -22,31 +24,23 @@ from timing_model.measured import (
     MeasuredIteration,
     configuration,
 )
-from timing_model.mesh import Mesh
+from timing_model.mesh import Islands, Mesh, Nodes
 from timing_model.own_schedules import check_all_reduce
-from timing_model.parameter_server import check_servers
+from timing_model.parameter_server import Servers
 from timing_model.params import FLOAT_BYTES, Noise, Parts
-from timing_model.presets import CODECS, HOST
-from timing_model.schedules import LEAST_RATE, SEGMENT_BYTES, paced_segment_bytes
-from timing_model.units import format_bandwidth, format_bytes
+from timing_model.presets import CODECS
+from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.units import parse_price
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
 """Codecs that torch's own all-reduce can add up."""
 DDP_CODECS = (UNCOMPRESSED, "fp16")
 """Codecs of ddp that are searched: those of its hooks that run everywhere."""
-BF16_HOOK = "torch accepts DDP's bf16 hook only in a build for CUDA with NCCL"
 OWN_ALL_REDUCE = {"pipelined": "ring", "ddp": "native", "ps-sync": None}
 """Default all-reduce of each strategy."""
-ON_NODES = ("ring", "native", "hierarchical")
-"""All-reduces whose time is known where adjoining ranks share a node and its NIC. On a ring only one of these ranks
-sends to another node, so nothing changes; with other all-reduces all of them would send at once."""
 UNSIMULATED = ("native", "parameter servers", "a codec whose parts are gathered")
 """Ways of communicating whose messages cannot be simulated one by one."""
-CHECKED_CV = 0.6
-"""Largest cv of the computation for which ``jitter.steady_state_period`` was checked against the simulator."""
-REACH = 8.0
-"""Factor above or below the measured range up to which a job is extrapolated; further away it is outside."""
 LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
 """Most ranks, and most ranks of an all-reduce whose messages meet and so are simulated one by one."""
 MOST_MICRO_BATCHES = 1 << 16
@@ -57,33 +51,48 @@ MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """Typical costs of codecs that were not measured."""
 
-FAST = (
-    "a core sends and receives bytes more slowly than {link} carries them: the CPU time of a byte, {host:.2g} ns, "
-    "{origin}; copies from a GPU are left out, and ddp is torch's over gloo, not NCCL"
-)
 
-ISLANDS = (
-    "no prediction of islands was compared with a measurement: the collectives inside of them are taken not to overlap "
-    "with the computation, and to be rings of one message a step"
-)
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """Length of a job, and its price.
 
-GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE = (
-    "as given",
-    "measured",
-    "interpolated",
-    "extrapolated",
-    "outside",
-)
-SUPPORTS = (GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
+    Raises ``ValueError`` in one line that names the field, if the fields do not go together.
+    """
 
+    epochs: int | None = option(None, whole(), "N")
+    """Length of the job in epochs."""
+    iterations: int | None = option(None, whole(), "N")
+    """Length of the job in iterations, instead of --epochs."""
+    price: float | None = option(None, parse_price, "1.20/h")
+    """Price of a rank, in any currency, for a time."""
 
-class Support(NamedTuple):
-    """Distance of a job from what was measured."""
+    def __post_init__(self) -> None:
+        for name in ("iterations", "epochs"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.epochs is not None and self.iterations is not None:
+            raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
+        if self.price is not None:
+            check_at_least("price", self.price, 0)
 
-    kind: str
-    """Kind of support, one of ``SUPPORTS``."""
-    reasons: tuple[str, ...]
-    """Reasons, in words, why the job is not interpolated; the worst first."""
+    def check(self, job: Job) -> None:
+        """Raise ``ValueError`` unless the time of ``job`` is known for this length."""
+        if job.iterations_per_epoch == 0:
+            batch = job.accumulated
+            raise ValueError(
+                f"samples must be at least {job.workers * batch.batch_size}, a batch of {batch.batch} for each of "
+                f"{job.workers} ranks; got {batch.samples}"
+            )
+        if self.epochs is not None and job.iterations_per_epoch is None:
+            raise ValueError(
+                "epochs must be left out where the samples or the batch size are not known (give both, or iterations); "
+                f"got {self.epochs}"
+            )
+        if self.price is not None and job.job_iterations is None and job.iterations_per_epoch is None:
+            raise ValueError(
+                "price must be left out where neither the job's iterations nor the samples and the batch size are "
+                f"known; got {self.price:g} per second"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,56 +102,33 @@ class Job:
     cluster: Profile
     compute: ComputeProfile
     world_size: int
-    strategy: str = "pipelined"
-    """Strategy, one of ``STRATEGIES``."""
-    width: int = 1
-    """Width of the pipeline; 1 is synchronous."""
-    codec: str = UNCOMPRESSED
-    all_reduce: str | None = "ring"
-    """All-reduce, one of ``ALL_REDUCES`` or ``module:function``; native with ddp, None with ps-sync."""
-    segment_bytes: int = SEGMENT_BYTES
-    rate_limit: float | None = None
-    """Most bytes of messages that each rank sends in a second; None if there is no limit, as with native, ddp and
-    ps-sync."""
-    buckets: str = "1"
-    """Number of buckets in which gradients leave during the backward pass of a pipeline, or the largest size of one."""
+    strategy: str = option("pipelined", choices=STRATEGIES)
+    """Strategy."""
+    width: int = option(1, whole(), "K", says_default=True)
+    """Iterations in flight; 1 is synchronous. The command has 2 in a pipeline by default."""
+    local_steps: int = option(1, whole(), "H")
+    """Iterations that each rank trains by itself before the ranks exchange their movements."""
+    codec: str = option(UNCOMPRESSED)
+    """Codec, one of the profile's."""
+    all_reduce: str | None = option("ring", choices=(*ALL_REDUCES, "module:function"), says_default=True)
+    """All-reduce: ring by default, but native with ddp, and none with ps-sync."""
+    segment_bytes: int = option(SEGMENT_BYTES, whole(), "N")
+    """Bytes of the largest message."""
+    buckets: str = option("1", shown="N|SIZE")
+    """Buckets in which gradients leave during the backward pass: a number, or the largest size of one."""
     parts: tuple[Parts, ...] = ()
     """Gradients of a pipeline whose parts are gathered, in place of an all-reduce of all their values."""
-    ranks_per_node: int = 1
-    """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
-    loader_workers: int = 0
+    loader_workers: int = option(0, whole(0), "W")
     """Processes of a rank that load batches; with 0, the rank loads them itself."""
-    nics: int = 1
-    """NICs of a node, which the ranks of a hierarchical all-reduce share."""
-    servers: int = 1
-    """Servers of ps-sync, which ``placement`` colocates with workers or puts on ranks of their own."""
-    placement: str = "colocated"
-    local_steps: int = 1
-    """Iterations of a window, in which each rank trains by itself, and after which ranks exchange what it moved."""
-    accumulation: int = 1
-    """Batches of an iteration, each that of ``compute``, whose gradients are exchanged once."""
-    iterations: int | None = None
-    """Iterations of the job; None if ``epochs``, or no length, is given."""
-    epochs: int | None = None
-    members: int = 1
-    """Ranks of an island, which hold the model together; 1 if each rank holds all of it."""
-    split: str | None = None
-    """Way in which members hold the model, one of ``mesh.SPLITS``; None if no islands are considered."""
-    split_share: float = 1.0
-    """Share of the model that tensor parallelism splits: of its values, and of its computation."""
-    activations: float | None = None
-    """Bytes that tensor parallelism sums inside an island in an iteration, for the samples of one rank."""
-    memory: float | None = None
-    """Most bytes of a rank for what ``memory.rank_memory`` counts; None if they are not limited."""
-    optimizer_state: float = 2.0
-    """Values that the optimizer keeps for each weight: 0 with SGD, 1 with momentum, 2 with Adam and AdamW."""
-    price: float | None = None
-    """Price of a rank, in any currency, per second."""
+    accumulation: int = option(1, whole(), "A")
+    """Micro-batches of --batch-size, and of --compute, whose gradients are exchanged once."""
+    nodes: Nodes = field(default_factory=Nodes)
+    servers: Servers = field(default_factory=Servers)
+    islands: Islands = field(default_factory=Islands)
+    length: Length = field(default_factory=Length)
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers"):
-            check_count(name, getattr(self, name))
-        for name in ("local_steps", "accumulation"):
+        for name in ("world_size", "width", "segment_bytes", "local_steps", "accumulation"):
             check_count(name, getattr(self, name))
         check_at_least("loader_workers", self.loader_workers, 0)
         if self.world_size > LARGEST_WORLD:
@@ -152,9 +138,6 @@ class Job:
                 raise ValueError(f"{name} must be at most {self.most_micro_batches}; got {getattr(self, name)}")
         if self.local_steps > 1 and self.accumulation > 1:
             raise ValueError(f"accumulation must be 1 with local_steps; got {self.accumulation}")
-        for name in ("iterations", "epochs"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
         check_one_of("strategy", self.strategy, STRATEGIES)
         for name in ("width", "local_steps"):
             if self.strategy != "pipelined" and getattr(self, name) != 1:
@@ -162,81 +145,38 @@ class Job:
                     f"{name} must be 1 with strategy {self.strategy}, which has no pipeline; got {getattr(self, name)}"
                 )
         if self.strategy == "ps-sync":
-            check_servers(self.servers, self.world_size, self.placement)
+            self.servers.check(self.world_size)
         self._check_all_reduce()
-        self._check_rate_limit()
-        self._check_nodes()
+        self.nodes.check(self)
         self._check_placed()
-        self._check_islands()
+        self.islands.check(self)
         self._check_codec()
         self._check_parts()
         self._check_buckets()
-        if self.iterations_per_epoch == 0:
-            batch = self.accumulated
-            raise ValueError(
-                f"samples must be at least {self.workers * batch.batch_size}, a batch of {batch.batch} for each of "
-                f"{self.workers} ranks; got {batch.samples}"
-            )
-        if self.epochs is not None and self.iterations is not None:
-            raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
-        if self.epochs is not None and self.iterations_per_epoch is None:
-            raise ValueError(
-                "epochs must be left out where the samples or the batch size are not known (give both, or iterations); "
-                f"got {self.epochs}"
-            )
-        if self.price is not None:
-            check_at_least("price", self.price, 0)
-            if self.job_iterations is None and self.iterations_per_epoch is None:
-                raise ValueError(
-                    "price must be left out where neither the job's iterations nor the samples and the batch size are "
-                    f"known; got {self.price:g} per second"
-                )
+        self.length.check(self)
 
-    def _check_nodes(self) -> None:
-        g = self.ranks_per_node
-        if self.world_size % g:
-            raise ValueError(f"ranks_per_node must divide {self.world_size} ranks; got {g}")
-        if self.nics > g:
-            raise ValueError(f"nics must be at most as many as ranks_per_node, {g}; got {self.nics}")
-        if g > 1 and self.all_reduce not in ON_NODES:
-            raise ValueError(
-                f"ranks_per_node must be 1 with {self.measured_as}, whose ranks would share their node's NIC, which "
-                f"the model cannot tell; got {g}"
-            )
+    def changed(self, **values: Any) -> Job:
+        """Return the job with other values of its own fields, or of those of its groups, by the options' names.
+
+        Raises ``ValueError`` as a ``Job`` does.
+        """
+        return dataclasses.replace(self, **in_groups(values, self))
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of all fields but cluster and computation, by the options' names."""
+        own = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        for name in ("cluster", "compute"):
+            del own[name]
+        groups = {name: own.pop(name) for name in GROUPS}
+        return own | {
+            name: getattr(group, item.name) for group in groups.values() for name, item in options_in(type(group))
+        }
 
     def _check_placed(self) -> None:
-        if not self.cluster.placed:
-            return
-        if self.nics > 1:
-            raise ValueError(f"nics must be left out where each rank has links of its own; got {self.nics}")
-        if self.all_reduce in (None, "native") or self.gathered:
+        if self.cluster.placed and (self.all_reduce in (None, "native") or self.gathered):
             raise ValueError(
                 "all_reduce must send messages that can be simulated where the cluster's file has a link for each of "
                 f"them, so not {' or '.join(UNSIMULATED)}; got {self.codec if self.gathered else self.measured_as}"
-            )
-
-    def _check_islands(self) -> None:
-        if self.memory is not None:
-            check_above_0("memory", self.memory)
-        check_at_least("optimizer_state", self.optimizer_state, 0)
-        mesh = self.mesh  # refuses what is no mesh
-        if self.members == 1:
-            return
-        unknown = {
-            f"strategy {self.strategy}": self.strategy != "pipelined",
-            "all_reduce hierarchical": self.all_reduce == "hierarchical",
-            f"codec {self.codec}": self.gathered,
-            "local_steps": self.local_steps > 1,
-            "rate_limit": self.rate_limit is not None,
-        }
-        for what, used in unknown.items():
-            if used:
-                got = self.members
-                raise ValueError(f"members must be 1 with {what}, with which islands are not modelled; got {got}")
-        if mesh.within_node and self.cluster.inner is None and not self.cluster.placed:
-            raise ValueError(
-                "members must be 1, or more than a node has, without a link inside nodes (--inner-latency and "
-                f"--inner-bandwidth, or a table [inner] in the cluster's file); got {self.members}"
             )
 
     def _check_all_reduce(self) -> None:
@@ -269,32 +209,19 @@ class Job:
         """Raise ``ValueError`` if the messages cannot be followed: no link leads where one is sent, or there are too
         many of them."""
         placed, p = self.cluster.placed, self.world_size
-        apart = unconnected(str(self.all_reduce), p, self.ranks_per_node, placed, self.members) if placed else None
-        if apart is not None:
-            raise ValueError(
-                f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no table "
-                "[[link]] of the cluster's file connects them"
-            )
+        if placed:
+            g, members = self.nodes.ranks_per_node, self.islands.members
+            apart = unconnected(str(self.all_reduce), p, g, placed, members)
+            if apart is not None:
+                raise ValueError(
+                    f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no "
+                    "table [[link]] of the cluster's file connects them"
+                )
         if self.segment_bytes < self.least_segment_bytes:
             raise ValueError(
                 f"segment_bytes must be at least {self.least_segment_bytes} for {self.nbytes} bytes on {p} ranks, or "
                 f"this would take too long; got {self.segment_bytes}"
             )
-
-    def _check_rate_limit(self) -> None:
-        if self.rate_limit is None:
-            return
-        check_above_0("rate_limit", self.rate_limit)
-        if self.rate_limit < LEAST_RATE:
-            raise ValueError(f"rate_limit must be at least 1mbit; got {format_bandwidth(self.rate_limit)}")
-        why = "whose messages are not paced" if self.strategy != "pipelined" or self.all_reduce == "native" else None
-        if self.all_reduce == "hierarchical":
-            why = "whose ranks may share a NIC, which the model cannot tell"
-        if self.cluster.placed:
-            why = "whose ranks have links of their own"
-        if why is not None:
-            got = format_bandwidth(self.rate_limit)
-            raise ValueError(f"rate_limit must be left out with {self.measured_as}, {why}; got {got}")
 
     def _check_codec(self) -> None:
         known = [UNCOMPRESSED, *self.cluster.codecs, *(name for name in CODECS if name not in self.cluster.codecs)]
@@ -324,7 +251,7 @@ class Job:
             why = "accumulation, since their size is that of one micro-batch"
         elif self.cluster.placed:
             why = "links of single ranks"
-        elif self.members > 1:
+        elif self.islands.members > 1:
             why = "islands, which exchange whole shares"
         if why is not None:
             raise ValueError(f"parts must be left out with {why}; got {len(self.parts)}")
@@ -363,15 +290,7 @@ class Job:
     @cached_property
     def mesh(self) -> Mesh:
         """Islands of the ranks, and what a member of one has of the model."""
-        return Mesh(
-            world_size=self.world_size,
-            members=self.members,
-            ranks_per_node=self.ranks_per_node,
-            nics=self.nics,
-            split=self.split,
-            split_share=self.split_share,
-            activations=self.activations,
-        )
+        return Mesh(world_size=self.world_size, islands=self.islands, nodes=self.nodes)
 
     @property
     def cut(self) -> Cut:
@@ -394,31 +313,12 @@ class Job:
     @property
     def measured(self) -> MeasuredIteration | None:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
-        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.members > 1 or self.limited:
+        if self.strategy != "pipelined" or self.nodes.ranks_per_node > 1 or self.islands.members > 1:
             return None
         if self.accumulation > 1 or self.local_steps > 1 or self.parts:
             return None
         own = configuration(self)
         return next((one for one in self.compute.measured if configuration(one) == own), None)
-
-    @property
-    def sending_share(self) -> float:
-        """Share of a collective in which a rank sends as fast as link and cores can: below 1 at a rate limit."""
-        link = self.cluster.link_of(self.measured_as).params()
-        return 1.0 if self.rate_limit is None else min(1.0, self.rate_limit * link.byte_seconds())
-
-    @property
-    def limited(self) -> bool:
-        """True if the rate limit is below the rate of the link and of the cores."""
-        return self.sending_share < 1
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of the largest message: a rate limit makes segments smaller, except where an answer would take too
-        long."""
-        if self.rate_limit is None:
-            return self.segment_bytes
-        return max(paced_segment_bytes(self.segment_bytes, self.rate_limit), self.least_segment_bytes)
 
     @property
     def gathered(self) -> bool:
@@ -439,13 +339,13 @@ class Job:
     @property
     def meets(self) -> bool:
         """True if messages meet on the way, or on links that differ, so that they must be simulated one by one."""
-        return bool(self.cluster.placed) or messages_meet(self.all_reduce, self.mesh.islands)
+        return bool(self.cluster.placed) or messages_meet(self.all_reduce, self.mesh.number)
 
     @property
     def simulated_ranks(self) -> int:
         """Number of ranks whose messages are simulated where they meet: those of one all-reduce, or all of them where
         each has links of its own."""
-        return self.world_size if self.cluster.placed else self.mesh.islands
+        return self.world_size if self.cluster.placed else self.mesh.number
 
     @property
     def nbytes(self) -> int:
@@ -465,8 +365,8 @@ class Job:
     @property
     def workers(self) -> int:
         """Ranks that compute."""
-        apart = self.strategy == "ps-sync" and self.placement == "dedicated"
-        return self.world_size - self.servers if apart else self.world_size
+        apart = self.strategy == "ps-sync" and self.servers.placement == "dedicated"
+        return self.world_size - self.servers.number if apart else self.world_size
 
     @property
     def noise(self) -> Noise:
@@ -489,7 +389,7 @@ class Job:
     def accumulated(self) -> ComputeProfile:
         """Computation of a whole iteration of a rank: of all its micro-batches, and one update of what it holds."""
         compute, mesh = self.compute.accumulate(self.accumulation), self.mesh
-        if self.members == 1:
+        if self.islands.members == 1:
             return compute
         factors = {"forward": mesh.computed, "backward": mesh.computed, "loading": mesh.samples}
         factors |= {"update": mesh.held, "late_update": mesh.held}
@@ -500,8 +400,8 @@ class Job:
     @property
     def job_iterations(self) -> int | None:
         """Iterations of the whole job; None if the job does not say how long it is."""
-        per_epoch = self.iterations_per_epoch
-        return self.iterations if self.epochs is None or per_epoch is None else self.epochs * per_epoch
+        length, per_epoch = self.length, self.iterations_per_epoch
+        return length.iterations if length.epochs is None or per_epoch is None else length.epochs * per_epoch
 
     @property
     def iterations_per_epoch(self) -> int | None:
@@ -512,7 +412,30 @@ class Job:
 
     def cost(self, seconds: float | None) -> float | None:
         """Return the price of all ranks for this time; None if the price, or the time, is not known."""
-        return None if self.price is None or seconds is None else self.price * self.world_size * seconds
+        price = self.length.price
+        return None if price is None or seconds is None else price * self.world_size * seconds
+
+
+GROUPS: dict[str, type] = {"nodes": Nodes, "servers": Servers, "islands": Islands, "length": Length}
+"""Groups of fields of a ``Job``."""
+
+
+def in_groups(values: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
+    """Return the fields of a ``Job`` that have these values, by the options' names.
+
+    Other fields of the groups that are named have the values of ``job``, or their defaults.
+
+    Raises ``ValueError`` as the groups do.
+
+    >>> in_groups({"width": 2, "nics": 1})
+    {'width': 2, 'nodes': Nodes(ranks_per_node=1, nics=1)}
+    """
+    fields = dict(values)
+    for group, kind in GROUPS.items():
+        own = {item.name: fields.pop(name) for name, item in options_in(kind) if name in fields}
+        if own:
+            fields[group] = dataclasses.replace(kind() if job is None else getattr(job, group), **own)
+    return fields
 
 
 def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> ComputeProfile:
@@ -542,77 +465,3 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
     more = batch_size / near.batch_size
     grown = {name: getattr(near, name).times(more) for name in WITH_BATCH}
     return dataclasses.replace(near, batch_size=batch_size, accumulation=1, measured=(), **grown)
-
-
-def _capped(job: Job) -> list[str]:
-    """Return a sentence on every CPU time of a byte that makes a link slower than it is."""
-    placed = [one.link for one in job.cluster.placed]
-    links = [] if job.world_size == 1 else placed or [job.cluster.link.params()]
-    return [
-        FAST.format(
-            link="one of the links" if placed else "this link",
-            host=1e9 * host,
-            origin="is a default that was not measured here" if host == HOST else "is as given",
-        )
-        for host in sorted({one.host for one in links if one.beta < one.host})
-    ]
-
-
-def support_of(job: Job) -> Support:
-    """Return whether the job is within what was measured, near it, or outside.
-
-    Measured: this very configuration was, in an audition. Interpolated: world size and bytes are within what was
-    measured, and all that has a name was measured. Extrapolated: numbers are up to ``REACH`` times beyond, or a world
-    size was not measured where ranks share cores, or an all-reduce was not measured and has the ring's link, or there
-    are islands, or the computation is as given. Outside: numbers are further beyond, or a codec or servers never ran,
-    or the cv of the computation is above ``CHECKED_CV``.
-    """
-    if job.measured is not None:
-        return Support(MEASURED, (f"{job.measured.iterations} iterations were timed in an audition",))
-    cluster, ranges = job.cluster, job.cluster.calibrated
-    reasons: list[tuple[str, str]] = []
-    if job.compute.cv > CHECKED_CV:
-        checked = f"cv {job.compute.cv:g}; the formulas were checked up to {CHECKED_CV:g}"
-        reasons.append((OUTSIDE, f"{checked} (timing-model simulate needs no formula)"))
-    if job.compute.comm_cv.value > CHECKED_CV:
-        checked = f"a cv of the all-reduce of {job.compute.comm_cv.value:g}; the formulas were checked up to"
-        reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
-    if job.strategy == "ddp" and job.codec not in DDP_CODECS:
-        reasons.append((INTERPOLATED if ranges.world_sizes else GIVEN, BF16_HOOK))
-    if job.members > 1:
-        reasons.append((EXTRAPOLATED if ranges.world_sizes else GIVEN, ISLANDS))
-    if not ranges.world_sizes:
-        reasons += [(GIVEN, one) for one in _capped(job)]
-        return Support(reasons[0][0] if reasons else GIVEN, tuple(reason for _, reason in reasons))
-
-    def beyond(value: float, low: float, high: float, what: str, measured: str) -> None:
-        if not low <= value <= high:
-            near = low / REACH <= value <= high * REACH
-            reasons.append((EXTRAPOLATED if near else OUTSIDE, f"{what}; measured: {measured}"))
-
-    if job.world_size > 1:
-        sizes = ", ".join(map(str, ranges.world_sizes))
-        what = f"{job.world_size} ranks"
-        beyond(job.world_size, min(ranges.world_sizes), max(ranges.world_sizes), what, sizes)
-        if ranges.ranks_per_core > 1 and not reasons and job.world_size not in ranges.world_sizes:
-            reasons.append((EXTRAPOLATED, f"{what} on shared cores; measured: {sizes}"))
-        limits = ranges.smallest_bytes, ranges.largest_bytes
-        measured = " to ".join(dict.fromkeys(map(format_bytes, limits)))
-        beyond(job.nbytes, *limits, f"a gradient of {format_bytes(job.nbytes)}", measured)
-        if job.codec != UNCOMPRESSED and job.codec not in cluster.codecs:
-            reasons.append((OUTSIDE, f"codec {job.codec} was not measured; its costs are typical ones"))
-        if job.all_reduce is not None and job.all_reduce not in ranges.all_reduces:
-            own = "" if job.all_reduce in cluster.links else "; its link is taken to be the ring's"
-            reasons.append((EXTRAPOLATED, f"all-reduce {job.all_reduce} was not measured{own}"))
-        if job.parts:
-            reasons.append((EXTRAPOLATED, "parts of gradients are gathered; measured: sums of whole gradients"))
-        if job.strategy == "ps-sync" and cluster.sharing is None:
-            reasons.append((OUTSIDE, "parameter servers were not measured"))
-    batches = [one.batch_size for one in cluster.compute if one.model == job.compute.model]
-    if not batches:
-        reasons.append((EXTRAPOLATED, "the computation is as given; it was not measured"))
-    elif job.compute.batch_size not in batches:
-        what = f"a batch of {job.compute.batch_size}"
-        beyond(job.compute.batch_size, min(batches), max(batches), what, ", ".join(map(str, sorted(batches))))
-    reasons.sort(key=lambda one: SUPPORTS.index(one[0]), reverse=True)
-    return Support(reasons[0][0] if reasons else INTERPOLATED, tuple(reason for _, reason in reasons))

@@ -14,6 +14,7 @@ from timing_model.checks import check_above_0, check_at_least
 from timing_model.jitter import noise_over
 from timing_model.params import CodecCost, ComputeTimes, LinkParams, Noise
 from timing_model.presets import OVERHEAD
+from timing_model.schedules import ALL_REDUCES
 
 MOST = 1e9
 """Largest value of a number that is not a count: a larger one is a mistake and could overflow."""
@@ -28,6 +29,12 @@ FURTHER = 1 / 3
 which also copies the weights: 0.2 to 0.45 with emulated accelerators and a gradient of 4.3 MB."""
 CONFIGURATION = ("world_size", "width", "codec", "all_reduce", "segment_bytes", "loader_workers")
 """Fields of a ``MeasuredIteration`` that a job has, too."""
+RING = "ring"
+BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
+"""Names of the all-reduces, and of the parameter server, that may have a link of their own."""
+MOST_CV = 10.0
+SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
+"""Fewest bits of a value on the wire, and fewest ranks per core."""
 LINK = ("alpha", "beta", "gamma", "sync")
 """Names of the parameters of a link that are measured."""
 WITH_BATCH = ("forward", "backward", "loading")
@@ -80,16 +87,21 @@ class Corrections:
     A formula knows neither TCP windows nor messages that are late because another one was on its way.
     """
 
-    world_sizes: tuple[int, ...]
+    world_sizes: tuple[int, ...] = field(metadata={"least": 2})
     nbytes: tuple[int, ...]
     """Bytes that travel in place of the gradient."""
-    factors: tuple[float, ...]
+    factors: tuple[float, ...] = field(metadata={"least": SMALLEST_SHARE})
     errors: tuple[float, ...]
     """Shares by which a corrected formula is off that was made without this measurement."""
 
     def __post_init__(self) -> None:
-        if not len(self.world_sizes) == len(self.nbytes) == len(self.factors) == len(self.errors) > 0:
-            raise ValueError("corrections must be as many of each kind, and at least one")
+        count = len(self.world_sizes)
+        for name in ("nbytes", "factors", "errors"):
+            if len(getattr(self, name)) != count:
+                got = list(getattr(self, name))
+                raise ValueError(f"{name} must have {count} numbers, as world_sizes has; got {got}")
+        if count == 0:
+            raise ValueError("world_sizes must have at least one number; got []")
         for factor, error in zip(self.factors, self.errors, strict=True):
             check_above_0("factors", factor)
             check_at_least("errors", error, 0)
@@ -127,6 +139,12 @@ class LinkProfile:
         alpha, beta, gamma, sync = (Estimate.exact(getattr(link, name)) for name in LINK)
         return cls(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=link.overhead, host=link.host)
 
+    def limited_to(self, rate: float) -> LinkProfile:
+        """Return the link if it carries at most ``rate`` bytes a second, without corrections, which were measured at a
+        higher rate."""
+        beta = Estimate(*(max(end, 1 / rate) for end in dataclasses.astuple(self.beta)))
+        return self if beta == self.beta else dataclasses.replace(self, beta=beta, corrections=None)
+
     def params(self) -> LinkParams:
         values = {name: getattr(self, name).value for name in LINK}
         return LinkParams(overhead=self.overhead, host=self.host, **values)
@@ -146,7 +164,7 @@ class CodecRates:
 class CodecProfile:
     """A measured ``CodecCost``."""
 
-    bits: float
+    bits: float = field(metadata={"least": SMALLEST_BITS})
     """Bits per value on the wire, scales included."""
     call: Estimate
     """Fixed cost of any operation, in s."""
@@ -171,7 +189,7 @@ class CodecProfile:
 class MeasuredIteration:
     """Time of an iteration of a pipeline that was measured as it is, in an audition."""
 
-    world_size: int
+    world_size: int = field(metadata={"least": 2})
     width: int
     codec: str
     all_reduce: str
@@ -180,10 +198,13 @@ class MeasuredIteration:
     """Mean of an iteration, in s."""
     iterations: int
     """Number of iterations that were timed."""
-    loader_workers: int | None = None
-    """Processes of a rank that loaded batches; None in a file from before it was recorded, whose time is no job's."""
+    loader_workers: int = field(metadata={"least": 0})
+    """Processes of a rank that loaded batches."""
     buckets: str = "1"
-    """Buckets in which gradients left during the backward pass; 1 in files from before they were recorded."""
+    """Buckets in which gradients left during the backward pass."""
+
+    def __post_init__(self) -> None:
+        Cut.parse(self.buckets)
 
 
 def configuration(of: Any) -> tuple[object, ...]:
@@ -204,7 +225,7 @@ class ComputeProfile:
     """Micro-batches of an iteration, whose passes, loading and variation are those of all of them together."""
     tensors: tuple[int, ...]
     """Number of values in each parameter's gradient, in the order of the forward pass."""
-    released: tuple[float, ...] = ()
+    released: tuple[float, ...] = field(default=(), metadata={"most": 1.0})
     """Share of the backward pass after which each of these gradients is complete; empty if that was not measured, and
     then it is the share of the bytes that are complete with it."""
     samples: int | None = None
@@ -216,34 +237,37 @@ class ComputeProfile:
     late_update: Estimate
     """Time of the update at a width of 2, which includes the prediction, while a collective runs."""
     local_update: Estimate | None = None
-    """Time of the part of ``update`` that a local step has, too: all but what hands a gradient over; None in files from
-    before it was measured."""
+    """Time of the part of ``update`` that a local step has, too: all but what hands a gradient over; None if it was not
+    measured."""
     compute_slowdown: Estimate
     """Share by which the computation is slower while an uncompressed collective runs."""
     codec_compute_slowdown: Estimate
     """Share by which a compressed collective slows the computation: encoding and decoding take cores, too."""
-    processor_share: float = 1.0
+    processor_share: float = field(default=1.0, metadata={"most": 1.0})
     """Share of the passes for which the rank's processor is busy, and which a collective can slow down."""
     handover: Estimate = Estimate(0.0, 0.0, 0.0)
     """Additional time of a collective in training, at width 1."""
     late_handover: Estimate = Estimate(0.0, 0.0, 0.0)
     """The same at a width above 1, of a ring and of any all-reduce that is not in ``late_handovers``."""
-    late_handovers: dict[str, Estimate] = field(default_factory=dict)
+    late_handovers: dict[str, Estimate] = field(default_factory=dict, metadata={"names": BESIDE_RING})
     """The same of other all-reduces, by name."""
     loading: Estimate = Estimate(0.0, 0.0, 0.0)
-    """Time that one process takes to load a batch; 0 in files that were written before it was measured."""
-    cv: float = 0.0
+    """Time that one process takes to load a batch."""
+    cv: float = field(default=0.0, metadata={"most": MOST_CV})
     """Standard deviation over mean of one rank's time, between iterations."""
-    persistence: Estimate = Estimate(0.0, 0.0, 0.0)
-    """Correlation of a rank's deviation with that of its iteration before; 0 in files that were written before it was
-    measured."""
-    comm_cv: Estimate = Estimate(0.0, 0.0, 0.0)
-    """Standard deviation over mean of an all-reduce's time, between iterations; 0 in files that were written before it
-    was measured."""
-    slow_ranks: tuple[float, ...] = ()
+    persistence: Estimate = field(default=Estimate(0.0, 0.0, 0.0), metadata={"most": MOST_PERSISTENCE})
+    """Correlation of a rank's deviation with that of its iteration before."""
+    comm_cv: Estimate = field(default=Estimate(0.0, 0.0, 0.0), metadata={"most": MOST_CV})
+    """Standard deviation over mean of an all-reduce's time, between iterations."""
+    slow_ranks: tuple[float, ...] = field(default=(), metadata={"least": 1.0})
     """Factors of the passes of the ranks that are always slow, each at least 1."""
     measured: tuple[MeasuredIteration, ...] = ()
     """Configurations that were measured themselves, which no formula needs to predict."""
+
+    def __post_init__(self) -> None:
+        if self.released and len(self.released) != len(self.tensors):
+            got = list(self.released)
+            raise ValueError(f"released must have {len(self.tensors)} numbers, as tensors has; got {got}")
 
     @classmethod
     def exact(
@@ -345,14 +369,14 @@ class ComputeProfile:
 class Calibrated:
     """Ranges of what was measured; outside of them, an answer is extrapolated."""
 
-    world_sizes: tuple[int, ...]
+    world_sizes: tuple[int, ...] = field(metadata={"least": 2})
     smallest_bytes: int
     """Bytes of the smallest gradient that was all-reduced."""
     largest_bytes: int
-    residuals: dict[str, float]
+    residuals: dict[str, float] = field(metadata={"names": (RING, *BESIDE_RING)})
     """Residuals of what was run, by name in ``all_reduce.ALL_REDUCES``, and of ``PARAMETER_SERVER``: the 90th
     percentile of \\|fitted/measured - 1\\| over cells that were not fitted."""
-    ranks_per_core: float
+    ranks_per_core: float = field(metadata={"least": SMALLEST_SHARE})
     """Ranks per core; above 1, ranks share cores, and only measured world sizes count as interpolated."""
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ def rank_memory(job: Job) -> float | None:
         M_K = \left(\frac{s}{\mu} + 1 - s\right) n\,(2 q + 2 K + 4 + z)
 
     n are the bytes of the whole model, of which a share s is split over the mu members of an island (0 without any); q
-    is ``job.optimizer_state``, and z is 1 for a codec that keeps a residual, otherwise 0. These are the weights, the
+    is ``optimizer_state``, and z is 1 for a codec that keeps a residual, otherwise 0. These are the weights, the
     optimizer's state, gradients on their way and the one that the backward pass computes, and in a pipeline what its
     prediction needs: the most of what docs/method.md lists. Weights that FSDP2 has gathered, and a second residual with
     ``--on-nonfinite skip``, are left out, too. Parameter servers and local steps are not known.
@@ -35,28 +35,28 @@ def rank_memory(job: Job) -> float | None:
     if job.strategy == "ps-sync" or job.local_steps > 1:
         return None
     codec = job.codec_profile
-    copies = job.optimizer_state + 3 if job.width == 1 else 2 * (job.optimizer_state + job.width + 2)
+    copies = job.islands.optimizer_state + 3 if job.width == 1 else 2 * (job.islands.optimizer_state + job.width + 2)
     copies += codec is not None and codec.bits < FEW_BITS
     return job.mesh.held * job.nbytes * copies
 
 
 def fits(job: Job) -> bool:
-    """Return True if ``job.memory`` is enough, as far as that is known, or there is no limit."""
+    """Return True if ``Islands.memory`` is enough, as far as that is known, or there is no limit."""
     needed = rank_memory(job)
-    return job.memory is None or (needed is not None and needed <= job.memory)
+    return job.islands.memory is None or (needed is not None and needed <= job.islands.memory)
 
 
 def check_memory(job: Job) -> None:
-    """Raise ``ValueError`` if the job does not fit into ``job.memory``."""
+    """Raise ``ValueError`` if the job does not fit into ``Islands.memory``."""
     if fits(job):
         return
-    assert job.memory is not None
+    assert job.islands.memory is not None
     needed = rank_memory(job)
     if needed is None:
         what = "strategy ps-sync" if job.strategy == "ps-sync" else "local_steps"
-        got = format_bytes(job.memory)
+        got = format_bytes(job.islands.memory)
         raise ValueError(f"memory must be left out with {what}, of which it is not known; got {got}")
     raise ValueError(
         f"memory must be at least {format_bytes_up(needed)} for width {job.width}, codec {job.codec} and islands of "
-        f"{job.members}, activations left out; got {format_bytes(job.memory)}"
+        f"{job.islands.members}, activations left out; got {format_bytes(job.islands.memory)}"
     )

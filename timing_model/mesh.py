@@ -1,48 +1,87 @@
-"""Mesh of a job: its ranks in islands, which each hold the model once, and the shares that the members have of it."""
+"""Islands and nodes of a job: its ranks in islands, which each hold the model once, on nodes of adjoining ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from timing_model.checks import check_at_least, check_count, check_one_of
-from timing_model.units import format_bytes
+from timing_model.arguments import number_of, option, whole
+from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
+from timing_model.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from timing_model.job import Job
 
 SPLITS = ("fsdp2", "tensor")
 """Ways of splitting a model over the members of an island: torch's FSDP2, and tensor parallelism."""
+ON_NODES = ("ring", "native", "hierarchical")
+"""All-reduces whose time is known where adjoining ranks share a node and its NIC. On a ring only one of these ranks
+sends to another node, so nothing changes; with other all-reduces all of them would send at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """Islands of adjoining ranks, on nodes of adjoining ranks.
-
-    Each rank brings the samples of one batch to an update, whatever the mesh. With "fsdp2" it computes on these. With
-    "tensor" the members of an island compute together on the samples of all of them.
+class Nodes:
+    """Nodes of adjoining ranks.
 
     Raises ``ValueError`` in one line that names the field, if the fields do not go together.
     """
 
-    world_size: int
-    members: int = 1
-    """Ranks of an island, m; 1 if each rank holds the whole model."""
-    ranks_per_node: int = 1
-    nics: int = 1
-    """NICs of a node, which its ranks share."""
-    split: str | None = None
-    """Way in which members hold the model together, one of ``SPLITS``; None if nobody does."""
-    split_share: float = 1.0
-    """Share of the model's values that is split, and of its computation; the rest is whole on every member."""
-    activations: float | None = None
-    """Bytes of activations, and of their gradients, that tensor parallelism sums inside an island in an iteration, for
-    the samples of one rank; None with FSDP2."""
+    ranks_per_node: int = option(1, whole(), "G")
+    """Ranks that share a node, for hierarchical and islands; no effect on ring and native without islands."""
+    nics: int = option(1, whole(), "R")
+    """NICs of a node, which its ranks share, for hierarchical and islands."""
+
+    def __post_init__(self) -> None:
+        check_count("ranks_per_node", self.ranks_per_node)
+        check_count("nics", self.nics)
+        if self.nics > self.ranks_per_node:
+            raise ValueError(f"nics must be at most as many as ranks_per_node, {self.ranks_per_node}; got {self.nics}")
+
+    def check(self, job: Job) -> None:
+        """Raise ``ValueError`` unless the ranks of ``job`` can be on these nodes."""
+        g = self.ranks_per_node
+        if job.world_size % g:
+            raise ValueError(f"ranks_per_node must divide {job.world_size} ranks; got {g}")
+        if g > 1 and job.all_reduce not in ON_NODES:
+            raise ValueError(
+                f"ranks_per_node must be 1 with {job.measured_as}, whose ranks would share their node's NIC, which "
+                f"the model cannot tell; got {g}"
+            )
+        if job.cluster.placed and self.nics > 1:
+            raise ValueError(f"nics must be left out where each rank has links of its own; got {self.nics}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """Islands of adjoining ranks, which hold the model together.
+
+    Each rank brings the samples of one batch to an update, whatever the islands. With "fsdp2" it computes on these.
+    With "tensor" the members of an island compute together on the samples of all of them.
+
+    Raises ``ValueError`` in one line that names the field, if the fields do not go together.
+    """
+
+    members: int = option(1, whole(), "M")
+    """Ranks of an island, with --split; 1 if each rank holds the whole model."""
+    split: str | None = option(None, choices=SPLITS)
+    """Way in which members of an island hold a model; no islands without it."""
+    split_share: float = option(1.0, number_of(0), "SHARE")
+    """Share of the model that --split tensor splits, of its values and of its computation; the rest is whole on every
+    member."""
+    activations: float | None = option(None, parse_bytes, "8MiB")
+    """Bytes that --split tensor sums over an island in an iteration, for the samples of one rank: activations, and
+    their gradients."""
+    memory: float | None = option(None, parse_bytes, "16GiB")
+    """Memory of a rank, for weights, gradients and what optimizer and pipeline hold; no activations. No limit without
+    it."""
+    optimizer_state: float = option(2.0, number_of(0), "S")
+    """Values that the optimizer keeps for a weight: 0 with SGD, 1 with momentum, 2 with Adam and AdamW."""
 
     def __post_init__(self) -> None:
         check_count("members", self.members)
-        if self.world_size % self.members:
-            raise ValueError(f"members must divide {self.world_size} ranks; got {self.members}")
-        if not self._fits_nodes(self.members):
-            raise ValueError(
-                f"members must divide ranks_per_node, {self.ranks_per_node}, or be a multiple of it; got {self.members}"
-            )
+        if self.memory is not None:
+            check_above_0("memory", self.memory)
+        check_at_least("optimizer_state", self.optimizer_state, 0)
         if self.split is not None:
             check_one_of("split", self.split, SPLITS)
         elif self.members > 1:
@@ -66,29 +105,69 @@ class Mesh:
             )
         check_at_least("activations", self.activations, 0)
 
+    def check(self, job: Job) -> None:
+        """Raise ``ValueError`` unless the time of ``job`` is known with these islands."""
+        within_node = job.mesh.within_node  # refuses what is no mesh
+        if self.members == 1:
+            return
+        unknown = {
+            f"strategy {job.strategy}": job.strategy != "pipelined",
+            "all_reduce hierarchical": job.all_reduce == "hierarchical",
+            f"codec {job.codec}": job.gathered,
+            "local_steps": job.local_steps > 1,
+        }
+        for what in (what for what, is_used in unknown.items() if is_used):
+            raise ValueError(f"members must be 1 with {what}, with which islands are not modelled; got {self.members}")
+        if within_node and job.cluster.inner is None and not job.cluster.placed:
+            raise ValueError(
+                "members must be 1, or more than a node has, without a link inside nodes (--inner-latency and "
+                f"--inner-bandwidth, or a table [inner] in the cluster's file); got {self.members}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Islands of ranks on nodes of ranks, and what a member of an island has of the model.
+
+    Raises ``ValueError`` in one line that names the field, if an island does not fit.
+    """
+
+    world_size: int
+    islands: Islands = Islands()
+    nodes: Nodes = Nodes()
+
+    def __post_init__(self) -> None:
+        members = self.islands.members
+        if self.world_size % members:
+            raise ValueError(f"members must divide {self.world_size} ranks; got {members}")
+        if not self._fits_nodes(members):
+            g = self.nodes.ranks_per_node
+            raise ValueError(f"members must divide ranks_per_node, {g}, or be a multiple of it; got {members}")
+
     def _fits_nodes(self, members: int) -> bool:
-        return self.ranks_per_node % members == 0 or members % self.ranks_per_node == 0
+        g = self.nodes.ranks_per_node
+        return g % members == 0 or members % g == 0
 
     @property
     def choices(self) -> tuple[int, ...]:
         """Numbers of members that islands of these ranks can have: 1 only if the model is not split."""
-        most = self.world_size if self.split else 1
+        most = self.world_size if self.islands.split else 1
         return tuple(one for one in range(1, most + 1) if self.world_size % one == 0 and self._fits_nodes(one))
 
     @property
-    def islands(self) -> int:
+    def number(self) -> int:
         """Number of islands, N: the ranks of each all-reduce between them."""
-        return self.world_size // self.members
+        return self.world_size // self.islands.members
 
     @property
     def is_one_island(self) -> bool:
         """True if all ranks are one island, so that nothing is exchanged between islands."""
-        return 1 < self.members == self.world_size
+        return 1 < self.islands.members == self.world_size
 
     @property
     def within_node(self) -> bool:
         """True if members use the link inside a node."""
-        return 1 < self.members <= self.ranks_per_node
+        return 1 < self.islands.members <= self.nodes.ranks_per_node
 
     @property
     def sharing(self) -> float:
@@ -97,24 +176,26 @@ class Mesh:
         Each member has a ring of its own, with as many ranks of a node as there are islands on it, of which one sends
         to another node.
 
-        >>> [Mesh(world_size=8, members=m, ranks_per_node=4, split="fsdp2").sharing for m in (1, 2, 4, 8)]
+        >>> islands, nodes = (Islands(members=m, split="fsdp2") for m in (1, 2, 4, 8)), Nodes(ranks_per_node=4)
+        >>> [Mesh(world_size=8, islands=one, nodes=nodes).sharing for one in islands]
         [1.0, 2.0, 4.0, 4.0]
         """
-        return max(1.0, min(self.members, self.ranks_per_node) / self.nics)
+        return max(1.0, min(self.islands.members, self.nodes.ranks_per_node) / self.nodes.nics)
 
     @property
     def held(self) -> float:
         """Share of the model's values that a rank holds, updates and exchanges.
 
-        >>> Mesh(world_size=8, members=4, split="tensor", split_share=0.5, activations=0.0).held
+        >>> half = Islands(members=4, split="tensor", split_share=0.5, activations=0.0)
+        >>> Mesh(world_size=8, islands=half).held
         0.625
         """
-        return self._split / self.members + (1 - self._split)
+        return self._split / self.islands.members + (1 - self._split)
 
     @property
     def samples(self) -> int:
         """Number of ranks on whose samples a rank computes."""
-        return self.members if self.split == "tensor" else 1
+        return self.islands.members if self.islands.split == "tensor" else 1
 
     @property
     def computed(self) -> float:
@@ -122,7 +203,8 @@ class Mesh:
 
         What is not split, every member computes for the samples of all.
 
-        >>> Mesh(world_size=8, members=4, split="tensor", split_share=0.5, activations=0.0).computed
+        >>> half = Islands(members=4, split="tensor", split_share=0.5, activations=0.0)
+        >>> Mesh(world_size=8, islands=half).computed
         2.5
         """
         return self._split + self.samples * (1 - self._split)
@@ -132,12 +214,13 @@ class Mesh:
 
         What is split and what is not have a buffer each.
 
-        >>> Mesh(world_size=8, members=4, split="tensor", split_share=0.5, activations=0.0).buffers(80)
+        >>> half = Islands(members=4, split="tensor", split_share=0.5, activations=0.0)
+        >>> Mesh(world_size=8, islands=half).buffers(80)
         [10.0, 40.0]
         """
-        parts = (self._split / self.members * numel, (1 - self._split) * numel)
+        parts = (self._split / self.islands.members * numel, (1 - self._split) * numel)
         return [part for part in parts if part > 0]
 
     @property
     def _split(self) -> float:
-        return self.split_share if self.members > 1 else 0.0
+        return self.islands.split_share if self.islands.members > 1 else 0.0

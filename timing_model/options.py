@@ -1,213 +1,132 @@
-"""Arguments of the ``timing-model`` command, and the job that they describe."""
+"""Options of the ``timing-model`` command, and the job that they describe.
+
+Options of the job are the fields of ``Job`` and of its groups. Here are those of the cluster and of the model, of which
+a profile and a computation are made, and those of an answer.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from timing_model.arguments import Parser, number_of, quantity, whole
+from timing_model.arguments import Parser, add_options, number_of, option, options_in, taken, whole
 from timing_model.checks import check_one_of
 from timing_model.cluster_profile import Profile
-from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, compute_of
-from timing_model.measured import MOST, UNCOMPRESSED, Calibrated, ComputeProfile, Estimate, LinkProfile
-from timing_model.mesh import SPLITS
-from timing_model.parameter_server import COLOCATED
+from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, Length, compute_of, in_groups
+from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
+from timing_model.mesh import Islands, Nodes
+from timing_model.parameter_server import Servers
 from timing_model.params import LinkParams
 from timing_model.presets import MODELS, NETWORKS, ethernet
-from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
-from timing_model.units import format_seconds, parse_bandwidth, parse_bytes, parse_count, parse_price, parse_seconds
+from timing_model.units import format_seconds, parse_bandwidth, parse_count, parse_seconds
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
 NOTHING = Calibrated.nothing()
+CONFIGURATION = ("strategy", "width", "local_steps", "codec", "all_reduce", "segment_bytes", "buckets")
+"""Fields of a ``Job`` that a plan searches, but for local steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Options of the cluster."""
+
+    cluster: str | None = option(None, shown="FILE")
+    """Profile written by pipesgd.calibrate, or [[link]] tables of your own."""
+    network: str | None = option(None, choices=tuple(NETWORKS))
+    """Typical network."""
+    latency: float | None = option(None, parse_seconds, "50us")
+    """Latency of a message."""
+    bandwidth: float | None = option(None, parse_bandwidth, "10Gbit/s")
+    """Rate of each rank's link, packet headers included; the limit where ranks limit their rate below it."""
+    world_size: int = option(dataclasses.MISSING, whole(), "P")
+    """Number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """Options of the link inside a node."""
+
+    inner_latency: float | None = option(None, parse_seconds, "10us")
+    """Time that a message inside a node takes in addition to its bytes, for hierarchical and islands."""
+    inner_bandwidth: float | None = option(None, parse_bandwidth, "50GB/s")
+    """Rate at which each rank sends inside a node, sums included, for hierarchical and islands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Options of the model and its computation."""
+
+    model: str | None = option(None, choices=tuple(MODELS))
+    """Model of the profile, or a known size."""
+    parameters: float | None = option(None, parse_count, "61.1M")
+    """Number of parameters."""
+    compute: float | None = option(None, parse_seconds, "0.3s")
+    """Time of a forward and a backward pass."""
+    update: float | None = option(None, parse_seconds, "5ms")
+    """Time of the optimizer; 0s without it."""
+    loading: float | None = option(None, parse_seconds, "20ms")
+    """Time of loading a batch; 0s without it, or as measured."""
+    batch_size: int | None = option(None, whole(), "B")
+    """Samples of a rank in an iteration."""
+    samples: int | None = option(None, whole(), "N")
+    """Samples of the data set."""
+    cv: float | None = option(None, number_of(0), "CV")
+    """Spread of a rank's computation, standard deviation divided by mean; 0 without it, or as measured."""
+    persistence: float | None = option(None, number_of(0, below=1), "R")
+    """Correlation of a rank's deviation with that of its iteration before; 0 without it, or as measured."""
+    comm_cv: float | None = option(None, number_of(0), "CV")
+    """Spread of an all-reduce's time between iterations, as --cv; 0 without it, or as measured."""
+    slow_ranks: Sequence[float] | None = option(None, number_of(1), "F", several=True)
+    """Slowdown factors of ranks that are always slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Options of the answer."""
+
+    extrapolate: bool = option(False, None)
+    """Answer far outside of what was measured, too."""
+    json: bool = option(False, None)
+    """Print JSON; times in s, sizes in bytes."""
+    plot: str | None = option(None, shown="FILE")
+    """File of a picture to save, too (needs matplotlib)."""
 
 
 def add_job(options: Parser) -> None:
     """Add the options for cluster, model and job, which all commands have."""
-    cluster = options.add_argument_group("cluster: a measured one, or numbers you type in")
-    cluster.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE",
-        help="profile written by pipesgd.calibrate, or [[link]] tables of your own",
-    )
-    cluster.add_argument("--network", metavar="NAME", help=f"typical network: {', '.join(NETWORKS)}")
-    cluster.add_argument(
-        "--latency", type=quantity(parse_seconds, "latency"), metavar="50us", help="latency of a message"
-    )
-    cluster.add_argument(
-        "--bandwidth",
-        type=quantity(parse_bandwidth, "bandwidth"),
-        metavar="10Gbit/s",
-        help="rate of each rank's link, packet headers included",
-    )
-    cluster.add_argument(
-        "--rate-limit",
-        type=quantity(parse_bandwidth, "rate-limit"),
-        metavar="50mbit",
-        help="most that each rank sends in a second, as with pipesgd.train, packet headers excluded; pipelined only",
-    )
-    cluster.add_argument("--world-size", type=whole(), required=True, metavar="P", help="number of ranks")
+    add_options(options.add_argument_group("cluster: a measured one, or numbers you type in"), Cluster)
     group = options.add_argument_group("model and job")
-    group.add_argument("--model", metavar="NAME", help=f"model of the profile, or a known size: {', '.join(MODELS)}")
-    group.add_argument(
-        "--parameters", type=quantity(parse_count, "parameters"), metavar="61.1M", help="number of parameters"
-    )
-    group.add_argument(
-        "--compute",
-        type=quantity(parse_seconds, "compute"),
-        metavar="0.3s",
-        help="time of a forward and a backward pass",
-    )
-    group.add_argument(
-        "--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="time of the optimizer (0s)"
-    )
-    group.add_argument(
-        "--loading", type=quantity(parse_seconds, "loading"), metavar="20ms", help="time of loading a batch (0s)"
-    )
-    group.add_argument(
-        "--loader-workers", type=whole(0), default=0, metavar="W", help="processes of a rank that load batches (0)"
-    )
-    group.add_argument("--batch-size", type=whole(), metavar="B", help="samples of a rank in an iteration")
-    group.add_argument(
-        "--accumulation",
-        type=whole(),
-        default=1,
-        metavar="A",
-        help="micro-batches of --batch-size, and of --compute, whose gradients are exchanged once (1)",
-    )
-    group.add_argument("--samples", type=whole(), metavar="N", help="samples of the data set")
-    group.add_argument("--epochs", type=whole(), metavar="N", help="length of the job in epochs")
-    group.add_argument("--iterations", type=whole(), metavar="N", help="length of the job in iterations, instead")
-    group.add_argument(
-        "--price", type=quantity(parse_price, "price"), metavar="1.20/h", help="price of a rank, in any currency"
-    )
-    group.add_argument(
-        "--cv",
-        type=number_of(0),
-        help="spread of a rank's computation: standard deviation divided by mean (0, or as measured)",
-    )
-    group.add_argument(
-        "--persistence",
-        type=number_of(0, below=1),
-        metavar="R",
-        help="correlation of a rank's deviation with that of its iteration before (0, or as measured)",
-    )
-    group.add_argument(
-        "--comm-cv",
-        type=number_of(0),
-        metavar="CV",
-        help="spread of an all-reduce's time between iterations: its cv, as above (0, or as measured)",
-    )
-    group.add_argument(
-        "--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="slowdown factors of ranks that are always slow"
-    )
-    _add_split(options)
-    options.add_argument("--extrapolate", action="store_true", help="also answer far outside of what was measured")
-    options.add_argument("--json", action="store_true", help="print JSON; times in s, sizes in bytes")
-    options.add_argument("--plot", type=Path, metavar="FILE", help="also save a picture (needs matplotlib)")
-
-
-def _add_split(options: Parser) -> None:
+    add_options(group, Model)
+    add_options(group, Job, without=CONFIGURATION)
+    add_options(group, Length)
     group = options.add_argument_group("islands: ranks that hold the model together")
-    group.add_argument(
-        "--split", metavar="NAME", help=f"how members of an island hold a model: {', '.join(SPLITS)} (no islands)"
-    )
-    group.add_argument(
-        "--split-share",
-        type=number_of(0),
-        default=1.0,
-        metavar="SHARE",
-        help="share of the model that --split tensor splits, of its values and of its computation (1)",
-    )
-    group.add_argument(
-        "--activations",
-        type=quantity(parse_bytes, "activations"),
-        metavar="8MiB",
-        help="bytes that --split tensor sums over an island in an iteration, for the samples of one rank",
-    )
-    group.add_argument(
-        "--memory",
-        type=quantity(parse_bytes, "memory"),
-        metavar="16GiB",
-        help="memory of a rank, for weights, gradients and what optimizer and pipeline hold; no activations",
-    )
-    group.add_argument(
-        "--optimizer-state",
-        type=number_of(0),
-        default=2.0,
-        metavar="S",
-        help="values that the optimizer keeps for a weight: 0 with SGD, 1 with momentum, 2 with Adam and AdamW (2)",
-    )
+    add_options(group, Islands, without=("members",))
+    add_options(options, Shown)
 
 
 def add_configuration(options: Parser) -> None:
     """Add the options for one way to run the job."""
-    one = options.add_argument_group("configuration: options of pipesgd.train")
-    one.add_argument("--strategy", default="pipelined", help=f"{', '.join(STRATEGIES)} (pipelined)")
-    one.add_argument("--width", type=whole(), metavar="K", help="iterations in flight (2); 1 is synchronous")
-    one.add_argument(
-        "--local-steps",
-        type=whole(),
-        default=1,
-        metavar="H",
-        help="iterations that each rank trains by itself before the ranks exchange their movements (1)",
-    )
-    one.add_argument("--codec", default=UNCOMPRESSED, help="codec, one of the profile's (fp32)")
-    one.add_argument(
-        "--all-reduce", metavar="NAME", help=f"{', '.join(ALL_REDUCES)}, module:function (ring; native with ddp)"
-    )
-    one.add_argument(
-        "--segment-bytes", type=whole(), default=SEGMENT_BYTES, metavar="N", help="bytes of the largest message (1 MiB)"
-    )
-    one.add_argument(
-        "--buckets",
-        default="1",
-        metavar="N|SIZE",
-        help="buckets in which gradients leave during the backward pass: a number, or the largest size of one (1)",
-    )
-    one.add_argument(
-        "--members", type=whole(), metavar="M", help="ranks of an island, with --split (1, without islands)"
-    )
-    one.add_argument("--servers", type=whole(), default=1, metavar="S", help="number of servers of ps-sync (1)")
-    one.add_argument(
-        "--server-placement",
-        default=COLOCATED,
-        help="placement of the servers: colocated with workers, or dedicated (colocated)",
-    )
-    add_nodes(one)
+    group = options.add_argument_group("configuration: options of pipesgd.train")
+    add_options(group, Job, without=("loader_workers", "accumulation"))
+    add_options(group, Islands, without=[name for name, _ in options_in(Islands) if name != "members"])
+    add_options(group, Servers)
+    add_nodes(group)
 
 
 def add_nodes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--ranks-per-node",
-        type=whole(),
-        default=1,
-        metavar="G",
-        help="ranks that share a node, for hierarchical and islands; no effect on ring and native without islands (1)",
-    )
-    group.add_argument(
-        "--nics", type=whole(), default=1, metavar="R", help="NICs of a node, for hierarchical and islands (1)"
-    )
-    group.add_argument(
-        "--inner-latency",
-        type=quantity(parse_seconds, "inner-latency"),
-        metavar="10us",
-        help="time that a message inside a node takes in addition to its bytes, for hierarchical and islands",
-    )
-    group.add_argument(
-        "--inner-bandwidth",
-        type=quantity(parse_bandwidth, "inner-bandwidth"),
-        metavar="50GB/s",
-        help="rate at which each rank sends inside a node, sums included, for hierarchical and islands",
-    )
+    """Add the options for nodes of several ranks."""
+    add_options(group, Nodes)
+    add_options(group, Inside)
 
 
 def base_of(given: Namespace, **configuration: Any) -> Job:
-    """Return the job that the options of ``add_job`` name, with these fields of a ``Job``. Raises ``ValueError``."""
+    """Return the job of the options of ``add_job``, with these values of other options. Raises ``ValueError``."""
     for name in ("latency", "inner_latency", "compute", "update", "loading"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
@@ -219,51 +138,25 @@ def base_of(given: Namespace, **configuration: Any) -> Job:
         cluster = dataclasses.replace(cluster, compute=())
     if given.world_size > 1 and cluster.named_ranks > given.world_size:  # one rank alone needs no links
         raise ValueError(f"link must name ranks from 0 to {given.world_size - 1}; got {cluster.named_ranks - 1}")
-    return Job(
-        cluster=cluster,
-        compute=_compute(given, cluster),
-        world_size=given.world_size,
-        rate_limit=given.rate_limit,
-        ranks_per_node=given.ranks_per_node,
-        nics=given.nics,
-        accumulation=given.accumulation,
-        loader_workers=given.loader_workers,
-        iterations=given.iterations,
-        epochs=given.epochs,
-        price=given.price,
-        split=given.split,
-        split_share=given.split_share,
-        activations=given.activations,
-        memory=given.memory,
-        optimizer_state=given.optimizer_state,
-        **configuration,
-    )
+    values = taken(given, Job, without=CONFIGURATION) | taken(given, Islands, without=("members",))
+    values |= taken(given, Nodes) | taken(given, Length) | configuration
+    compute = _compute(given, cluster)
+    return Job(cluster=cluster, compute=compute, world_size=given.world_size, **in_groups(values))
 
 
 def job_of(given: Namespace) -> Job:
     """Return the job that the options of ``add_job`` and ``add_configuration`` describe. Raises ``ValueError``."""
-    check_one_of("strategy", given.strategy, STRATEGIES)
+    asked = taken(given, Job)
+    strategy = asked.get("strategy", "pipelined")
+    check_one_of("strategy", strategy, STRATEGIES)
     if given.split is not None and given.members is None:
         raise ValueError(f"members must be given with --split {given.split}; got none")
-    for name, value, default in (
-        ("servers", given.servers, 1),
-        ("server_placement", given.server_placement, COLOCATED),
-    ):
-        if value != default and given.strategy != "ps-sync":
-            raise ValueError(f"{name} must be left out with strategy {given.strategy}, which has none; got {value}")
-    return base_of(
-        given,
-        strategy=given.strategy,
-        width=given.width or (2 if given.strategy == "pipelined" else 1),
-        local_steps=given.local_steps,
-        codec=given.codec,
-        all_reduce=given.all_reduce or OWN_ALL_REDUCE[given.strategy],
-        segment_bytes=given.segment_bytes,
-        buckets=given.buckets,
-        members=given.members or 1,
-        servers=given.servers,
-        placement=given.server_placement,
-    )
+    for name, item in options_in(Servers):
+        value = getattr(given, name)
+        if value not in (None, item.default) and strategy != "ps-sync":
+            raise ValueError(f"{name} must be left out with strategy {strategy}, which has none; got {value}")
+    usual = {"width": 2 if strategy == "pipelined" else 1, "all_reduce": OWN_ALL_REDUCE[strategy]}
+    return base_of(given, **usual | asked | taken(given, Islands) | taken(given, Servers))
 
 
 def _cluster(given: Namespace) -> Profile:
@@ -271,7 +164,7 @@ def _cluster(given: Namespace) -> Profile:
         for name in ("network", "latency", "bandwidth"):
             if getattr(given, name) is not None:
                 raise ValueError(f"{name} must be left out with --cluster, which says it; got {getattr(given, name)}")
-        return Profile.load(given.cluster)
+        return Profile.load(Path(given.cluster))
     if given.network is not None:
         check_one_of("network", given.network, list(NETWORKS))
         link = NETWORKS[given.network]
@@ -300,7 +193,7 @@ def _with_inner(given: Namespace, cluster: Profile) -> Profile:
     got = format_seconds(latency)
     if cluster.inner is not None or cluster.placed:
         raise ValueError(f"inner_latency must be left out with --cluster {given.cluster}, which says it; got {got}")
-    if given.ranks_per_node == 1:
+    if given.ranks_per_node in (None, 1):
         raise ValueError(f"inner_latency must be left out with one rank on each node (--ranks-per-node); got {got}")
     link = LinkParams(alpha=latency, beta=1 / bandwidth, gamma=0.0, sync=0.0)
     return dataclasses.replace(cluster, inner=LinkProfile.exact(link))

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from timing_model.all_reduce import CollectiveTime
+from timing_model.arguments import option, whole
 from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.params import LinkParams
 
-COLOCATED = "colocated"
-PLACEMENTS = (COLOCATED, "dedicated")
+PLACEMENTS = ("colocated", "dedicated")
 
 
-def check_servers(servers: int, world_size: int, placement: str) -> None:
-    """Raise ``ValueError`` unless the servers fit on the ranks, and leave one to work."""
-    check_one_of("placement", placement, PLACEMENTS)
-    most = world_size if placement == "colocated" else world_size - 1
-    if servers > most:
-        raise ValueError(
-            f"servers must be at most {most} with {world_size} ranks and placement {placement}; got {servers}"
-        )
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """Servers of ps-sync.
+
+    Raises ``ValueError`` in one line that names the field, if the fields have no such values.
+    """
+
+    number: int = option(1, whole(), "S", name="servers")
+    """Number of servers of ps-sync."""
+    placement: str = option(PLACEMENTS[0], name="server_placement", choices=PLACEMENTS)
+    """Placement of the servers, with workers or on ranks of their own."""
+
+    def __post_init__(self) -> None:
+        check_count("servers", self.number)
+        check_one_of("server_placement", self.placement, PLACEMENTS)
+
+    def check(self, world_size: int) -> None:
+        """Raise ``ValueError`` unless the servers fit on the ranks, and leave one to work."""
+        most = world_size if self.placement == "colocated" else world_size - 1
+        if self.number > most:
+            raise ValueError(
+                f"servers must be at most {most} with {world_size} ranks and placement {self.placement}; "
+                f"got {self.number}"
+            )
 
 
 def parameter_server_time(
@@ -25,8 +43,7 @@ def parameter_server_time(
     nbytes: float,
     world_size: int,
     *,
-    servers: int = 1,
-    placement: str = "colocated",
+    servers: Servers = Servers(),
     sharing: float = 1.0,
 ) -> CollectiveTime:
     r"""Time from the gradients of a round to the weights, in s, for a job of p ranks and s servers.
@@ -57,18 +74,17 @@ def parameter_server_time(
     [600.0, 400.0]
     """
     check_count("world_size", world_size)
-    check_count("servers", servers)
     check_at_least("nbytes", nbytes, 0)
     check_at_least("sharing", sharing, 0)
     if sharing > 1:
         raise ValueError(f"sharing must be at most 1; got {sharing}")
-    check_servers(servers, world_size, placement)
-    beside = placement == "colocated"
-    workers = world_size - 1 if beside else world_size - servers
+    servers.check(world_size)
+    colocated, number = servers.placement == "colocated", servers.number
+    workers = world_size - 1 if colocated else world_size - number
     if workers == 0:
         return CollectiveTime(0.0, 0.0, 0.0)
-    share = nbytes / servers
-    from_worker = nbytes - share if beside and servers == world_size else nbytes
+    share = nbytes / number
+    from_worker = nbytes - share if colocated and number == world_size else nbytes
     shared = 2 * max(from_worker, workers * share) * link.byte_seconds()
     in_turn = (from_worker + workers * share) * link.byte_seconds()
     wire = 2 * (link.alpha + link.overhead) + in_turn + sharing * (shared - in_turn) + link.sync

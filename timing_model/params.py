@@ -125,7 +125,7 @@ class ComputeTimes:
         """Return the times with this many loader workers: without any, the rank loads before its forward pass."""
         return self if workers else dataclasses.replace(self, forward=self.forward + self.loading, loading=0.0)
 
-    def at_width(self, width: int, t_comm: float, paced: float = 0.0) -> tuple[float, float]:
+    def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
         r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.
 
         A collective takes m = ``t_comm`` + ``handover``. At width 1 the two do not overlap. Otherwise the collective
@@ -135,33 +135,26 @@ class ComputeTimes:
 
         .. math:: c' = u + \min\left(p (1 + b k),\; p + \frac{k}{1 + k} \max(m - u, 0)\right)
 
-        At a rate limit, at least ``paced`` s are between the beginnings of two collectives (``CollectiveTime.paced``).
-        The handover may be a part of them. So m is at least that in a pipeline, and at width 1 together with the
-        computation.
-
         >>> ComputeTimes(update=1.0, forward=1.0, backward=3.0, compute_slowdown=0.5).at_width(2, 4.0)
         (6.0, 4.0)
         >>> idle = ComputeTimes(update=1.0, forward=1.0, backward=3.0, compute_slowdown=0.5, processor_share=0.25)
         >>> idle.at_width(2, 4.0)
         (5.5, 4.0)
-        >>> [idle.at_width(width, 4.0, paced=10.0)[1] for width in (1, 2)]
-        [5.0, 10.0]
         """
         if t_comm > 0:
             t_comm += self.handover
         if width == 1:
-            return self.total, max(t_comm, paced - self.total)
+            return self.total, t_comm
         slowed = self.slowed(self.forward + self.backward, max(t_comm - self.update, 0.0))
-        return self.update + slowed, max(t_comm, paced)
+        return self.update + slowed, t_comm
 
-    def hides(self, t_comm: float, paced: float = 0.0) -> bool:
-        """Return True if a pipeline computes for at least as long as a collective of ``t_comm`` s takes meanwhile, and
-        at least ``paced`` s.
+    def hides(self, t_comm: float) -> bool:
+        """Return True if a pipeline computes for at least as long as a collective of ``t_comm`` s takes meanwhile.
 
         >>> [ComputeTimes(update=0.0, forward=1.0, backward=3.0).hides(t_comm) for t_comm in (4.0, 4.1)]
         [True, False]
         """
-        computation, communication = self.at_width(2, t_comm, paced)
+        computation, communication = self.at_width(2, t_comm)
         return communication <= computation
 
     def slowness(self, factor: float) -> float:

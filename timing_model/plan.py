@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.costs import costs_of, iteration_time
-from timing_model.job import Job, support_of
+from timing_model.job import Job
 from timing_model.search import Search
+from timing_model.support import support_of
 from timing_model.units import format_bytes, format_bytes_up
 
 EQUAL = 0.001
@@ -40,7 +41,7 @@ class Plan:
         """Best configuration of each strategy, width, codec and islands in the ranking."""
         first: dict[tuple[str, int, str, int], Choice] = {}
         for one in self.ranking:
-            first.setdefault((one.job.strategy, one.job.width, one.job.codec, one.job.members), one)
+            first.setdefault((one.job.strategy, one.job.width, one.job.codec, one.job.islands.members), one)
         return tuple(first.values())
 
     @property
@@ -48,7 +49,7 @@ class Plan:
         """Best configuration with islands of each number of members, by that number."""
         first: dict[int, Choice] = {}
         for one in self.ranking:
-            first.setdefault(one.job.members, one)
+            first.setdefault(one.job.islands.members, one)
         return dict(sorted(first.items()))
 
     @property
@@ -117,14 +118,14 @@ def plan(
     if best is None:
         base.check_messages()
         if search.too_large:
-            needed, given = min(search.too_large.values()), base.memory or 0.0
+            needed, given = min(search.too_large.values()), base.islands.memory or 0.0
             raise ValueError(
                 f"memory must be at least {format_bytes_up(needed)}, the least of all that was searched, activations "
                 f"left out; got {format_bytes(given)}"
             )
         reasons = support_of(base).reasons or ("no all-reduce for any of the codecs",)
         raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")
-    fitting = {one.job.members for one in search.choices}
+    fitting = {one.job.islands.members for one in search.choices}
     fastest = min(one.score for one in search.choices)
     ranking = sorted(search.choices, key=lambda one: _place(one, fastest))
     return Plan(

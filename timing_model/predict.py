@@ -20,8 +20,9 @@ from timing_model.costs import (
 )
 from timing_model.iteration import IterationTime, job_time
 from timing_model.jitter import lasting_period
-from timing_model.job import OUTSIDE, Job, Support, support_of
+from timing_model.job import Job
 from timing_model.memory import check_memory, rank_memory
+from timing_model.support import OUTSIDE, Support, support_of
 
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
 LOADING, HOST = "loading", "host"
@@ -95,11 +96,7 @@ class Answer:
             "gains": self.gains,
             "support": self.support.kind,
             "reasons": list(self.support.reasons),
-            "job": {
-                field.name: getattr(job, field.name)
-                for field in dataclasses.fields(job)
-                if field.name not in ("cluster", "compute")
-            }
+            "job": job.values()
             | {"parts": [dataclasses.asdict(one) for one in job.parts]}
             | {"model": job.compute.model, "batch_size": job.compute.batch_size or None}
             | {"parameters": job.compute.numel},
@@ -124,7 +121,7 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     if job.measured is not None:
         iteration, found = as_measured(job, iteration), job.measured.iteration
         below, above = found.value - found.low, found.high - found.value
-    one = dataclasses.replace(job, width=1, members=1)
+    one = job.changed(width=1, members=1)
     alone = loaded_time(one, costs_of(one), lambda times: IterationTime(times.total, times.total, 0.0, 0.0, 0.0)).total
     workers, batch_size = job.workers, job.accumulated.batch_size
     per_epoch = job.iterations_per_epoch
@@ -214,7 +211,7 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
             costs, times=half(costs.times, "update", "outer_update", "forward", "backward")
         ),
         LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
-        NETWORK: dataclasses.replace(with_links("beta"), rate_limit=2 * costs.rate_limit),
+        NETWORK: with_links("beta"),
         HOST: with_links("host"),
         LATENCY: with_links("alpha", "overhead", "sync"),
         CODEC: dataclasses.replace(
@@ -235,7 +232,7 @@ def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: Colle
     if job.width == job.local_steps == 1:  # ddp and servers, too
         return max(iteration.total, iteration_time(job, dataclasses.replace(costs, noise=noise))[0].total)
     times = times_of(job, costs).with_workers(job.loader_workers)
-    t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total, collective.paced)
+    t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total)
     window = lasting_period(t_compute, t_comm, job.width, job.workers, noise)
     return max(iteration.total, window / job.local_steps)
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from timing_model.advice import advice, loading_advice, ratio, reason
 from timing_model.choices import TIE, Choice
 from timing_model.configurations import describe, in_program, training_arguments
-from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Job, Support
+from timing_model.job import Job
 from timing_model.measured import Estimate
 from timing_model.memory import rank_memory
 from timing_model.plan import Plan
 from timing_model.predict import BALANCE, CODEC, COMPUTATION, HOST, JITTER, LATENCY, LOADING, NETWORK, Answer
+from timing_model.support import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Support
 from timing_model.units import format_bandwidth, format_bytes, format_cost, format_count, format_seconds
 
 BAR = 30
@@ -58,8 +59,6 @@ def job_line(job: Job) -> str:
     if job.accumulation > 1 and not compute.batch_size:
         batch = f", {job.accumulation} micro-batches an iteration"
     rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
-    if job.limited and job.rate_limit is not None:
-        rate = f"sending limited to {format_bandwidth(job.rate_limit)}"
     rate += ","
     if job.cluster.placed:
         fastest = min(one.link.beta for one in job.cluster.placed)
@@ -90,7 +89,7 @@ def answer_text(answer: Answer) -> str:
     parts = [("computation", iteration.compute), ("waiting for the network", iteration.wire)]
     parts += [("waiting for codec and sums", iteration.codec), ("jitter and slow ranks", iteration.jitter)]
     parts += [("loading batches", iteration.loading)] if job.compute.loading.value else []
-    parts += [("collectives inside islands", iteration.inside)] if job.members > 1 else []
+    parts += [("collectives inside islands", iteration.inside)] if job.islands.members > 1 else []
     rows = []
     for name, seconds in parts:
         share = seconds / iteration.total if iteration.total > 0 else 0.0
@@ -176,7 +175,7 @@ def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) 
     lines += [f"Choose {describe(best.job)}: {training_arguments(best.job)}"]
     if answer.low < answer.high:
         lines += [f"An iteration will take {format_seconds(answer.low)} to {format_seconds(answer.high)} (90 %)."]
-    if answer.epoch is not None and best.job.price is not None:
+    if answer.epoch is not None and best.job.length.price is not None:
         lines += [f"An epoch will take {_with_cost(best.job, answer.epoch)}."]
     if answer.total is not None:
         lines += [f"The whole job will take {_with_cost(best.job, answer.total)}."]
@@ -186,7 +185,7 @@ def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) 
 
 def _counts_memory(job: Job) -> bool:
     """Return True if a person who asks about this job asks about memory, too."""
-    return job.split is not None or job.memory is not None
+    return job.islands.split is not None or job.islands.memory is not None
 
 
 def _memory(job: Job) -> str:

@@ -33,14 +33,7 @@ for the previous one only segment by segment: with a second segment on its way, 
 leaves no gap on the wire."""
 SEGMENTS_AHEAD = 4
 """Receives of segments to be added up that are posted before their turn. gloo's sender starts only when the receiver is
-ready, so with one receive the wire would idle while a segment is added up. Each takes a segment of scratch memory. At a
-rate limit all are posted (``pipesgd.comm.all_reduce``)."""
-LEAST_RATE = 1e6 / 8
-"""Smallest rate limit in bytes a second: at a lower one, messages would be mostly the headers of their packets."""
-PACED_SECONDS, SAVED_SECONDS = 0.015, 0.005
-"""Seconds that the largest message takes at a rate limit, and seconds of that rate that a rank saves up while it sends
-nothing: together a fiftieth of a second, so that the messages handed over in a second keep to the rate within 2 %.
-Shorter ones would be mostly the headers of their packets at 1 Mbit/s."""
+ready, so with one receive the wire would idle while a segment is added up. Each takes a segment of scratch memory."""
 
 
 def split(numel: int, parts: int) -> list[tuple[int, int]]:
@@ -63,15 +56,6 @@ def segments_of(chunk_bytes: float, segment_bytes: int = SEGMENT_BYTES) -> int:
     if segment_bytes < 1:
         raise ValueError(f"segment_bytes must be a whole number of at least 1; got {segment_bytes}")
     return max(1, math.ceil(chunk_bytes / segment_bytes), min(LEAST_SEGMENTS, int(chunk_bytes // SMALLEST_SEGMENT)))
-
-
-def paced_segment_bytes(segment_bytes: int, rate_limit: float) -> int:
-    """Return the size of the largest message, in bytes, of a rank that sends at most ``rate_limit`` bytes a second.
-
-    >>> [paced_segment_bytes(1 << 20, rate) for rate in (1e6, 1e9, math.inf)]
-    [15000, 1048576, 1048576]
-    """
-    return int(min(segment_bytes, max(1.0, rate_limit * PACED_SECONDS)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
@@ -14,10 +13,11 @@ from timing_model.checks import check_at_least, check_one_of
 from timing_model.choices import LATE_TIE, TIE, Choice, Space, simplicity
 from timing_model.costs import Buckets, as_measured, buckets_of, costs_of, iteration_time, pipelined_time, whole
 from timing_model.iteration import IterationTime
-from timing_model.job import DDP_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
+from timing_model.job import DDP_CODECS, OWN_ALL_REDUCE, Job
 from timing_model.measured import UNCOMPRESSED
 from timing_model.memory import fits, rank_memory
 from timing_model.schedules import SEGMENT_BYTES, segments_of
+from timing_model.support import OUTSIDE, support_of
 
 LARGEST_MEETING = 32
 """Most ranks for which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and
@@ -57,8 +57,7 @@ class Search:
     """A search in progress."""
 
     def __init__(self, base: Job, space: Space, accuracy_cost: Mapping[str, float], extrapolate: bool):
-        self._base = dataclasses.replace(
-            base,
+        self._base = base.changed(
             strategy="pipelined",
             width=1,
             codec=UNCOMPRESSED,
@@ -74,12 +73,12 @@ class Search:
             check_one_of("accuracy_cost", name, ["width", *space.codecs])
             check_at_least("accuracy_cost", share, 0)
         for codec in space.codecs:
-            dataclasses.replace(self._base, codec=codec)  # refuses an unknown codec
+            self._base.changed(codec=codec)  # refuses an unknown codec
         for buckets in space.buckets:
-            dataclasses.replace(self._base, buckets=buckets)  # and what is no cut
+            self._base.changed(buckets=buckets)  # and what is no cut
         self._first = Cut.parse(space.buckets[0])
         for members in space.members:
-            dataclasses.replace(self._base, members=members)  # and what are no islands
+            self._base.changed(members=members)  # and what are no islands
         self.all = Group(lambda job: True)
         self.synchronous = Group(lambda job: job.width == 1)
         self.uncompressed = Group(lambda job: job.codec == UNCOMPRESSED)
@@ -151,13 +150,13 @@ class Search:
         """Return the job with these options, in the largest segments; None if they do not go together or are too far
         from what was measured."""
         try:
-            job = dataclasses.replace(self._base, **options)
+            job = self._base.changed(**options)
             if job.all_reduce not in (None, "native"):
-                job = dataclasses.replace(job, segment_bytes=max(self._space.segments))
+                job = job.changed(segment_bytes=max(self._space.segments))
             job.check_messages()
         except ValueError:  # such as int8 with torch's own all-reduce, which is no configuration
             return None
-        if job.all_reduce == "hierarchical" and job.ranks_per_node == 1:
+        if job.all_reduce == "hierarchical" and job.nodes.ranks_per_node == 1:
             return None  # it would be a ring
         if job.meets and self._is_slow(job):
             return None
@@ -185,12 +184,12 @@ class Search:
 
         An iteration never takes less if its collectives take more.
         """
-        fitting = [width for width in widths if self._fits(dataclasses.replace(pair, width=width))]
+        fitting = [width for width in widths if self._fits(pair.changed(width=width))]
         if not fitting:
             return
         times: dict[tuple[int, ...], tuple[Buckets, int]] = {}
         for segment in self._segments(pair):
-            job = dataclasses.replace(pair, segment_bytes=segment)
+            job = pair.changed(segment_bytes=segment)
             costs = costs_of(job)
             cut = _cut(job, segment)
             if cut not in times:  # segments larger than a chunk are all the same
@@ -199,7 +198,7 @@ class Search:
         # The first ones are nearest to the default.
         buckets, segment = next(one for one in times.values() if whole(one[0]).total <= fastest * (1 + TIE / 2))
         for width in fitting:
-            job = dataclasses.replace(pair, width=width, segment_bytes=segment)
+            job = pair.changed(width=width, segment_bytes=segment)
             self.add(job, pipelined_time(job, costs_of(job), buckets), whole(buckets))
 
     def _fits(self, job: Job) -> bool:
@@ -208,7 +207,7 @@ class Search:
             return True
         needed = rank_memory(job)
         if needed is not None:
-            self.too_large[job.members] = min(needed, self.too_large.get(job.members, math.inf))
+            self.too_large[job.islands.members] = min(needed, self.too_large.get(job.islands.members, math.inf))
         return False
 
     def _more_iterations(self, job: Job) -> float:
@@ -218,6 +217,5 @@ class Search:
 
 def _cut(job: Job, segment_bytes: int) -> tuple[int, ...]:
     """Return the number of messages in which a chunk of each buffer travels."""
-    chunks = chunks_of(str(job.all_reduce), job.mesh.islands)
-    limit = dataclasses.replace(job, segment_bytes=segment_bytes).message_bytes
-    return tuple(segments_of(values / chunks, limit) for values in job.mesh.buffers(job.wire_bytes))
+    chunks = chunks_of(str(job.all_reduce), job.mesh.number)
+    return tuple(segments_of(values / chunks, segment_bytes) for values in job.mesh.buffers(job.wire_bytes))

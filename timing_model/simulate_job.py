@@ -13,11 +13,12 @@ from timing_model.configurations import describe
 from timing_model.costs import costs_of, times_of
 from timing_model.iteration import loaded
 from timing_model.jitter import noise_over
-from timing_model.job import Job, support_of
+from timing_model.job import Job
 from timing_model.plots import plot_timeline
 from timing_model.predict import Answer, predict, refuse_outside
 from timing_model.report import job_line, support_lines, table
 from timing_model.simulate import simulate_iterations
+from timing_model.support import support_of
 from timing_model.trace import timeline
 from timing_model.units import format_seconds
 
@@ -93,8 +94,7 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
     if iterations > most:
         raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
     times, t_batch = loaded(times_of(job, costs_of(job)), job.loader_workers, job.cores_used)
-    collective = answer.collective
-    window, t_comm = times.window(job.local_steps).at_width(job.width, collective.total, collective.paced)
+    window, t_comm = times.window(job.local_steps).at_width(job.width, answer.collective.total)
     simulation = simulate_iterations(
         t_compute=window / job.local_steps,
         t_comm=t_comm,
@@ -123,7 +123,7 @@ def median_share(job: Job) -> float:
     run."""
     if job.noise.cv == job.noise.comm_cv == 0:
         return 1.0
-    same = dataclasses.replace(job, iterations=MEDIAN_ITERATIONS, epochs=None, buckets="1")
+    same = job.changed(iterations=MEDIAN_ITERATIONS, epochs=None, buckets="1")
     simulated = simulate_job(same, extrapolate=True)
     return simulated.median / simulated.period if simulated.period > 0 else 1.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from timing_model.checks import check_above_0, check_at_least, check_count
 from timing_model.params import CodecCost, LinkParams, PlacedLink
-from timing_model.schedules import SAVED_SECONDS, Event, Schedule
+from timing_model.schedules import Event, Schedule
 
 Values = NDArray[np.float64]
 
@@ -49,8 +48,6 @@ class Network:
     """Factors by which transfers take longer than others, by sending and receiving rank."""
     placed: tuple[PlacedLink, ...] = ()
     """Links in place of ``link`` and ``inner``; of those that connect two ranks, the last one counts."""
-    rate_limit: float = math.inf
-    """Most bytes that each rank sends in a second."""
 
     def __post_init__(self) -> None:
         check_count("ranks_per_node", self.ranks_per_node)
@@ -76,12 +73,11 @@ class Network:
 def simulate_messages(programs: Sequence[Sequence[Task]], network: Network) -> list[float]:
     """Return when each rank has done its program and sent its messages, in s since the common start.
 
-    A rank does its tasks in order. At a rate limit, a message waits until its sender's bucket is not in debt, and takes
-    its bytes out of it (``pipesgd.comm.pace.TokenBucket``; full in the beginning). It waits for its sender's wire,
-    occupies it for bytes * beta, reaches the receiver's wire alpha after it began, waits there for those that came
-    before, and occupies that wire, too. Messages are served in the order of arrival; those from one rank to another
-    stay in order. A message to a rank whose program posts receives leaves only when the notice has come that its
-    receive is posted, alpha later, as in gloo; notices of receives posted at the common start are there at once.
+    A rank does its tasks in order. A message waits for its sender's wire, occupies it for bytes * beta, reaches the
+    receiver's wire alpha after it began, waits there for those that came before, and occupies that wire, too. Messages
+    are served in the order of arrival; those from one rank to another stay in order. A message to a rank whose program
+    posts receives leaves only when the notice has come that its receive is posted, alpha later, as in gloo; notices of
+    receives posted at the common start are there at once.
 
     Raises ``ValueError`` if ranks wait for messages that nobody sends.
 
@@ -104,8 +100,6 @@ class _Rank:
     """Time, in s, at which everything sent from a memory has left, by memory."""
     held: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     """Number of messages whose time of leaving is not known yet, by memory."""
-    paid: float = -SAVED_SECONDS
-    """Time, in s, from which on its bucket is not in debt."""
 
 
 @dataclass(slots=True)
@@ -150,7 +144,6 @@ class _Simulation:
     def __init__(self, programs: Sequence[Sequence[Task]], network: Network):
         self._ranks = [_Rank(deque(program)) for program in programs]
         self._pairs = _Pairs(network)
-        self._rate_limit = network.rate_limit
         self._under_way: list[tuple[float, int, bool, _Message]] = []
         """Times at which messages may leave or reach the receiver, a number for ties, and True if they leave."""
         self._posts = [any(task.posts for task in program) for program in programs]
@@ -204,15 +197,13 @@ class _Simulation:
 
     def _send(self, rank: _Rank, pair: _Pair, nbytes: float, memory: int | None) -> None:
         rank.now += pair.overhead
-        ready = max(rank.now, rank.paid)
-        rank.paid = max(rank.paid, ready - SAVED_SECONDS) + nbytes / self._rate_limit
         message = _Message(pair, nbytes * pair.byte_seconds, memory)
         if not self._posts[pair.receiver]:
-            self._leave(ready, message)
+            self._leave(rank.now, message)
             return
         if memory is not None:
             rank.held[memory] += 1
-        pair.held.append((ready, message))
+        pair.held.append((rank.now, message))
         self._release(pair)
 
     def _release(self, pair: _Pair) -> None:

@@ -55,17 +55,9 @@ class Table:
         """Take a string of one line."""
         return self._as_text(field, self._take(field))
 
-    def choices(self, field: str, known: Sequence[str]) -> tuple[str, ...]:
-        """Take a list of some of the ``known`` names."""
-        values = tuple(self._as_text(field, value) for value in self._list(field))
-        for value in values:
-            if value not in known:
-                raise self.error(field, f"be some of {', '.join(known)}", value)
-        return values
-
     def flag(self, field: str) -> bool:
-        """Take true or false; False if the field is missing."""
-        value = self._left.pop(field, False)
+        """Take true or false."""
+        value = self._take(field)
         if not isinstance(value, bool):
             raise self.error(field, "be true or false", value)
         return value
@@ -78,8 +70,8 @@ class Table:
         return Table(self._where, self._path(field), value)
 
     def tables(self, field: str) -> list[Table]:
-        """Take a list of tables; empty if the field is missing."""
-        values = self._list(field) if field in self._left else []
+        """Take a list of tables."""
+        values = self._list(field)
         for number, value in enumerate(values):
             if not isinstance(value, dict):
                 raise self.error(f"{field}[{number}]", "be a table", value)
@@ -114,6 +106,11 @@ class Table:
         """Raise ``ValueError`` if a field was not taken."""
         if self._left:
             raise ValueError(f"{self._where}: {self._path(min(self._left))} must not be there: there is no such field")
+
+    def refused(self, error: ValueError) -> ValueError:
+        """Return the error to raise where an object of this table's fields is refused, in a line that begins with one
+        of them."""
+        return ValueError(f"{self._where}: {self._name}{'.' if self._name else ''}{error}")
 
     def error(self, field: str, must: str, got: object) -> ValueError:
         """Return the error to raise where ``field`` must be or do something else."""

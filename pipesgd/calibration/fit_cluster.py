@@ -21,8 +21,7 @@ from pipesgd.calibration.robust_fit import LEAST_SPREAD, Fit, Floats, Prior, fit
 from pipesgd.calibration.sweep import Cell
 from pipesgd.calibration.training import LATE
 from pipesgd.errors import UserInputError
-from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
-from timing_model.all_reduce import gather_time
+from timing_model.all_reduce import CollectiveTime, all_reduce_time, gather_time
 from timing_model.cluster_profile import Profile
 from timing_model.iteration import collective_within
 from timing_model.measured import (
@@ -36,7 +35,7 @@ from timing_model.measured import (
     LinkProfile,
 )
 from timing_model.parameter_server import parameter_server_time
-from timing_model.params import FLOAT_BYTES
+from timing_model.params import FLOAT_BYTES, LinkParams, Noise
 from timing_model.presets import OVERHEAD
 
 FITTED = ("alpha", "beta", "sync")

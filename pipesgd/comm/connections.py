@@ -13,7 +13,7 @@ from pipesgd.comm.all_reduce import MOST_PLANS, AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
 from pipesgd.comm.native import NativeAllReduce
 from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
-from pipesgd.comm.pace import TokenBucket
+from pipesgd.comm.pace import PACED_SECONDS, TokenBucket, paced_segment_bytes
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.transport import (
     TorchTransport,
@@ -24,14 +24,7 @@ from pipesgd.comm.transport import (
 )
 from pipesgd.errors import CommunicationError, OutOfStepError, UserInputError
 from pipesgd.ranks import Ranks
-from timing_model.schedules import (
-    PACED_SECONDS,
-    SEGMENT_BYTES,
-    Algorithm,
-    Schedule,
-    gather_ring,
-    paced_segment_bytes,
-)
+from timing_model.schedules import SEGMENT_BYTES, Algorithm, Schedule, gather_ring
 
 T = TypeVar("T")
 
@@ -48,7 +41,7 @@ class Connections:
         segment_bytes: largest message in bytes.
         connections: connections to each rank, used in turn by segments.
         rate_limit: most bytes that this rank sends in a second, headers included; see ``pace.TokenBucket``. A message
-            then takes at most ``schedules.PACED_SECONDS``, and an all-reduce is ``paced``.
+            then takes at most ``pace.PACED_SECONDS``, and an all-reduce is ``paced``.
         device: device of the tensors, "cpu" or "cuda". Messages use gloo; native uses nccl on a GPU.
         buckets: number of buckets that are reduced again and again.
 

@@ -22,12 +22,13 @@ from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simp
 from timing_model.cluster_profile import Profile
 from timing_model.configurations import training_arguments
 from timing_model.fragments import MOST_LOCAL_STEPS, hiding_fragments, hiding_windows, predict_in_turns
-from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
+from timing_model.job import Job, Length
 from timing_model.measured import UNCOMPRESSED, ComputeProfile
 from timing_model.params import Parts
 from timing_model.plan import Plan, plan
 from timing_model.predict import Answer, predict
 from timing_model.simulate_job import median_share
+from timing_model.support import EXTRAPOLATED, INTERPOLATED, OUTSIDE, support_of
 
 AUTO_CODECS = tuple(one for one in ACCURATE if one != "fp16")
 """Codecs to choose from: those that cost next to no accuracy. bf16 takes as long as fp16, and cannot overflow."""
@@ -114,6 +115,9 @@ def decide(
         UserInputError: the job is outside of what was measured.
     """
     limit = rate_of(config.pipeline.rate_limit, config.pipeline.all_reduce)
+    if limit < math.inf:  # to the model, that is the bandwidth
+        profile = dataclasses.replace(profile, compute=(compute,)).limited_to(limit)
+        [compute] = profile.compute
     unmodelled = unmeasured(config)
     if unmodelled:
         compute = dataclasses.replace(compute, measured=())  # of runs without these properties
@@ -122,8 +126,7 @@ def decide(
             cluster=profile,
             compute=dataclasses.replace(compute, samples=None),  # the run's data set may be another one
             world_size=world_size,
-            rate_limit=None if limit == math.inf else limit,
-            iterations=iterations,
+            length=Length(iterations=iterations),
             loader_workers=config.data.workers,
             parts=tuple(parts),
         )
@@ -171,7 +174,7 @@ def search(base: Job, config: TrainConfig, iterations: int) -> Decided:
     answer = predict(found.best.job, extrapolate=True)
     return Decided(
         choices=choices_in(found.best.job),
-        why=why(found, auto),
+        why=why(found, auto, limited=config.pipeline.rate_limit is not None),
         answer=answer,
         audition=audition_of(found, answer, auto, iterations=iterations, begin=config.pipeline.warmup_iterations),
     )
@@ -300,10 +303,12 @@ def unmeasured(config: TrainConfig) -> list[str]:
     return found
 
 
-def why(found: Plan, auto: Sequence[str]) -> list[str]:
-    """Explain the choice in words."""
+def why(found: Plan, auto: Sequence[str], *, limited: bool) -> list[str]:
+    """Explain the choice in words; ``limited`` if ranks limit their rate, which DDP does not."""
     if not auto:
         return []
+    if limited:
+        found = dataclasses.replace(found, ddp=None)
     if "codec" not in auto:
         found = dataclasses.replace(found, uncompressed=None)  # leaves out the advice on codecs
     chosen = f"chosen of {found.considered}: {training_arguments(found.best.job)}; {reason(found.best)}"

@@ -115,7 +115,7 @@ class Planned:
     def lines(self) -> list[str]:
         """Describe the plan for the user."""
         # Imported here, since it loads the timing model, which only a run with a plan has loaded.
-        from timing_model.job import INTERPOLATED
+        from timing_model.support import INTERPOLATED
 
         interval = _interval(self.low, self.iteration_seconds, self.high)
         far = f"; {self.support}" if self.support not in (INTERPOLATED, MEASURED) else ""

@@ -31,11 +31,12 @@ from pipesgd.planning import choose
 from pipesgd.planning.choose import MOST_CANDIDATES
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
-from timing_model import all_reduce_time
+from timing_model.all_reduce import all_reduce_time
 from timing_model.cluster_profile import Profile
-from timing_model.job import Job, support_of
+from timing_model.job import Job
 from timing_model.measured import Estimate
 from timing_model.predict import Answer, predict
+from timing_model.support import support_of
 
 pytestmark = pytest.mark.slow
 

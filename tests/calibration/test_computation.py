@@ -36,8 +36,8 @@ from pipesgd.cli import parse
 from pipesgd.ranks import Ranks
 from pipesgd.run import forward_backward
 from pipesgd.run.workload import load
-from timing_model import ComputeTimes, Noise
 from timing_model.measured import MOST_PERSISTENCE, Estimate
+from timing_model.params import ComputeTimes, Noise
 
 MEANS = (1.0, 2.0, 0.5, 0.75, 0.0, 0.0, 0.375)
 """Means of ``PARTS``, in seconds."""

@@ -13,9 +13,10 @@ from pipesgd.calibration.fit_cluster import ALPHA, BETA, CollectiveFit, fit_coll
 from pipesgd.calibration.links import Probes
 from pipesgd.calibration.robust_fit import Floats, Prior, fit, median_of, non_negative, spread
 from pipesgd.calibration.sweep import Cell
-from timing_model import LinkParams, all_reduce_time
+from timing_model.all_reduce import all_reduce_time
 from timing_model.measured import Estimate
 from timing_model.parameter_server import parameter_server_time
+from timing_model.params import LinkParams
 from timing_model.presets import OVERHEAD
 
 LINK = LinkParams(alpha=60e-6, beta=4.2e-8, gamma=2e-10, sync=40e-6, overhead=OVERHEAD)

@@ -14,10 +14,10 @@ from conftest import REPOSITORY
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.errors import UserInputError
-from timing_model import LinkParams, uncompressed
 from timing_model.all_reduce import all_reduce_time
 from timing_model.cli import main
 from timing_model.own_schedules import check_schedules
+from timing_model.params import LinkParams, uncompressed
 from timing_model.schedules import (
     SEGMENT_BYTES,
     Algorithm,

@@ -22,12 +22,12 @@ from pipesgd.codecs.options import DENSE_CODECS, FLOAT_CODECS, CodecOptions
 from pipesgd.comm import connections as module
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.connections import Connections
-from pipesgd.comm.pace import TokenBucket
+from pipesgd.comm.pace import PACED_SECONDS, SAVED_SECONDS, TokenBucket, paced_segment_bytes
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import Pending
 from pipesgd.errors import CommunicationError, UserInputError
 from pipesgd.ranks import Ranks
-from timing_model.schedules import PACED_SECONDS, SAVED_SECONDS, SCHEDULES, paced_segment_bytes
+from timing_model.schedules import SCHEDULES
 
 RATE = 1e6
 LARGEST = paced_segment_bytes(1 << 20, RATE)

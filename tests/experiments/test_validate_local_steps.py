@@ -43,7 +43,7 @@ def test_predictions_are_of_the_configuration_at_the_rate_limit() -> None:
     for one in configurations():
         free, limited = (ask(PROFILE, 4, limit, one) for limit in (None, "50mbit"))
         assert {name: getattr(free.job, name) for name in one} == one
-        assert (free.job.rate_limit, limited.job.rate_limit) == (None, 50e6 / 8)
+        assert limited.job.cluster.link.beta.value == 8 / 50e6 > free.job.cluster.link.beta.value
         assert limited.collective.total > free.collective.total
 
 

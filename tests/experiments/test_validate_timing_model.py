@@ -49,7 +49,8 @@ from pipesgd.cli import parse as parse_training
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import alone
 from tests.timing_model._profiles import MLP, PROFILE
-from timing_model.job import Job, support_of
+from timing_model.job import Job
+from timing_model.support import support_of
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.shard_file import ShardFile
 from timing_model.collective_time import ring_all_reduce_bytes
-from timing_model.mesh import Mesh
+from timing_model.mesh import Islands, Mesh
 
 pytestmark = pytest.mark.slow
 
@@ -207,10 +207,11 @@ def test_the_timing_model_knows_the_bytes_between_islands(shape: tuple[int, int,
     outcomes = run_ranks(islands * data * tensors, _sent, shape)
     [(split, whole)] = {(split, whole) for _, split, whole in outcomes}
     options = {"split": "fsdp2"} if data > 1 else {"split": "tensor", "split_share": split / whole, "activations": 0.0}
-    mesh = Mesh(world_size=len(outcomes), members=data * tensors, **options)
+    members = data * tensors
+    mesh = Mesh(world_size=len(outcomes), islands=Islands(members=members, **options))
     sent = sum(ring_all_reduce_bytes(part, islands) for part in mesh.buffers(whole))
-    for ring in range(mesh.members):
-        assert sum(wire_bytes for wire_bytes, _, _ in outcomes[ring :: mesh.members]) == pytest.approx(islands * sent)
+    for ring in range(members):
+        assert sum(wire_bytes for wire_bytes, _, _ in outcomes[ring::members]) == pytest.approx(islands * sent)
 
 
 def _evaluate_in_between(ranks: Ranks, shape: tuple[int, int, int]) -> tuple[list[Any], list[Any]]:

@@ -33,8 +33,8 @@ from pipesgd.run.console import screen
 from pipesgd.run.metrics import read_metrics
 from pipesgd.strategy import Strategy
 from pipesgd.train import train
-from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
+from timing_model.params import LinkParams
 
 pytestmark = pytest.mark.slow
 

@@ -21,15 +21,17 @@ from pipesgd.planning import choose as choose_options
 from pipesgd.planning.choose import decide, of_file, space_of
 from pipesgd.planning.planned import choices_of
 from tests.timing_model._profiles import MLP, PROFILE, ran, rates
-from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
 from timing_model.fragments import in_windows, windows_of
-from timing_model.job import GIVEN, INTERPOLATED, Job
+from timing_model.job import Job, Length
 from timing_model.measured import CodecProfile, Estimate
+from timing_model.params import LinkParams
 from timing_model.predict import predict
+from timing_model.support import GIVEN, INTERPOLATED
 
 EXPENSIVE = rates(1e-6)
 LIMIT = "--rate-limit 8mbit"
+HUNDRED = Length(iterations=100)
 
 
 def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
@@ -119,7 +121,7 @@ def test_a_codec_that_costs_more_than_the_wire_is_not_chosen() -> None:
 
 def job(profile: Profile) -> Job:
     compute = profile.compute[0]
-    return Job(cluster=profile, compute=compute, world_size=4, width=2, codec="int8", all_reduce="ring", iterations=100)
+    return Job(cluster=profile, compute=compute, world_size=4, width=2, codec="int8", all_reduce="ring", length=HUNDRED)
 
 
 def test_what_is_predicted_is_what_the_timing_model_says() -> None:
@@ -130,10 +132,13 @@ def test_what_is_predicted_is_what_the_timing_model_says() -> None:
     assert (planned.low, planned.high, planned.job_seconds) == (answer.low, answer.high, answer.total)
 
 
-def test_a_rate_limit_is_predicted_and_named_in_the_advice() -> None:
+def test_a_rate_limit_is_predicted_as_the_bandwidth_and_not_compared_with_ddp_which_has_none() -> None:
     free, limited = (choose(cluster(), f"--codec int8 --width auto --cluster x {words}") for words in ("", LIMIT))
     assert limited.iteration_seconds > 2 * free.iteration_seconds
-    assert "--rate-limit 8mbit" in limited.why[0]
+    slow = cluster().limited_to(1e6)
+    given = choose(slow, "--codec int8 --width auto")
+    assert (limited.iteration_seconds, limited.choices) == (given.iteration_seconds, given.choices)
+    assert limited.why[1].startswith("No comparison with DDP: ")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +253,7 @@ def test_the_fewest_fragments_that_a_window_hides_are_chosen_and_predicted(words
         f"chosen: --fragments {fragments}, the fewest of which each is exchanged while a window computes"
     ]
     config = parse(words.split()).pipeline
-    job = Job(cluster=profile, compute=profile.compute[0], world_size=4, width=config.width, iterations=100)
+    job = Job(cluster=profile, compute=profile.compute[0], world_size=4, width=config.width, length=HUNDRED)
     answers = [predict(one) for one in windows_of(job, config.local_steps, fragments)]
     assert len(answers) == fragments
     assert planned.iteration_seconds == pytest.approx(fmean(one.iteration.total for one in answers))

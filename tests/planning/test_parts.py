@@ -26,9 +26,8 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.run.workload import load
 from pipesgd.train import train
-from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
-from timing_model.params import Parts
+from timing_model.params import LinkParams, Parts
 
 
 class Words(nn.Module):

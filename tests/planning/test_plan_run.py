@@ -22,7 +22,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.run.metrics import read_metrics, statistics
 from pipesgd.train import train
-from timing_model import LinkParams
+from timing_model.params import LinkParams
 
 pytestmark = pytest.mark.slow
 
@@ -335,7 +335,7 @@ def _file(tmp_path: Path, name: str) -> Path:
     if name == "truncated.toml":
         path.write_text(path.read_text()[:700])
     if name == "format.toml":
-        path.write_text(path.read_text().replace("format = 6", "format = 7"))
+        path.write_text(path.read_text().replace("format = 7", "format = 8"))
     if name == "binary.toml":
         path.write_bytes(bytes(range(256)))
     return path
@@ -350,7 +350,7 @@ def _file(tmp_path: Path, name: str) -> Path:
         (
             "format.toml",
             "",
-            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 6",
+            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 7",
         ),
         (
             "cluster.toml",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from timing_model.cluster_profile import Profile
-from timing_model.job import Job
+from timing_model.job import Job, in_groups
 from timing_model.measured import (
     Calibrated,
     CodecProfile,
@@ -16,6 +16,7 @@ from timing_model.measured import (
     LinkProfile,
     MeasuredIteration,
 )
+from timing_model.mesh import Mesh
 
 
 def about(value: float) -> Estimate:
@@ -94,4 +95,9 @@ def ran(**options: Any) -> MeasuredIteration:
 def ask(**options: Any) -> Job:
     """Return a job for four ranks of ``PROFILE`` that train ``MLP``, unless ``options`` say otherwise."""
     defaults: dict[str, Any] = {"cluster": PROFILE, "compute": MLP, "world_size": 4}
-    return Job(**defaults | options)
+    return Job(**in_groups(defaults | options))
+
+
+def mesh(world_size: int, **options: Any) -> Mesh:
+    """Return a mesh of this many ranks, with the ``options`` of its islands and nodes."""
+    return Mesh(world_size=world_size, **in_groups(options))

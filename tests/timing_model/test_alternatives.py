@@ -11,7 +11,6 @@ import pytest
 
 from tests.timing_model._profiles import MLP, PROFILE, ask
 from tests.timing_model.test_predict import by_hand, compute
-from timing_model import LinkParams
 from timing_model.advice import training_arguments
 from timing_model.alternatives import (
     FURTHEST,
@@ -20,11 +19,11 @@ from timing_model.alternatives import (
     epoch,
     epochs,
     hiding,
-    hiding_steps,
     last_worth,
 )
 from timing_model.choices import Space
-from timing_model.job import Job
+from timing_model.job import Job, in_groups
+from timing_model.params import LinkParams
 from timing_model.plan import plan
 from timing_model.predict import predict
 
@@ -41,7 +40,7 @@ def job_of(
     """
     link = LinkParams(alpha=alpha, beta=ratio / (2 * 3 / 4 * 4 * NUMEL), gamma=0.0, sync=0.0)
     work = dataclasses.replace(compute(1.0, NUMEL, batch_size=10, samples=samples), tensors=tensors)
-    return Job(cluster=by_hand(link), compute=work, **{"world_size": 4} | options)
+    return Job(cluster=by_hand(link), compute=work, **in_groups({"world_size": 4} | options))
 
 
 @pytest.mark.parametrize(
@@ -49,13 +48,6 @@ def job_of(
 )
 def test_accumulation_hides_as_much_as_the_formula_says(ratio: float, factor: int | None) -> None:
     assert hiding(plan(job_of(ratio), SPACE).best, 2) == factor
-
-
-def test_accumulation_and_local_steps_hide_the_pause_at_a_rate_limit_too() -> None:
-    """An all-reduce takes 15 ms less than its bytes at the limit, which are to take 2.01 s."""
-    choice = plan(job_of(0.1, rate_limit=6e6 / 2.01), SPACE).best
-    assert 1.99 < choice.collective.total < 2.0
-    assert (hiding(choice, 2), hiding_steps(choice)) == (3, 3)
 
 
 def test_a_plan_says_what_accumulation_gains_and_costs() -> None:

@@ -70,19 +70,6 @@ def test_the_last_bucket_is_handed_over_as_a_whole_gradient_is() -> None:
         assert predict(with_it).iteration.total - predict(without).iteration.total == pytest.approx(0.02)
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_at_a_rate_limit_the_pause_after_a_bucket_delays_the_next_one(width: int) -> None:
-    job = _job(width=width, buckets="4", rate_limit=2e6)
-    found = buckets_of(job, costs_of(job))
-    for _, one in found[:-1]:
-        assert one.total == one.paced
-    last = found[-1][1]
-    assert last.total < last.paced
-    all_of_them = predict(job).collective
-    assert all_of_them.paced == pytest.approx(1.5 * job.nbytes / 2e6)
-    assert all_of_them.paced - all_of_them.total == pytest.approx(last.paced - last.total)
-
-
 def test_a_wider_pipeline_gains_nothing_and_pays_every_buckets_latency() -> None:
     whole, cut = predict(_job(width=2)), predict(_job(width=2, buckets="4"))
     assert cut.collective.total > whole.collective.total

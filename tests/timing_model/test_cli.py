@@ -226,29 +226,6 @@ def test_codecs_that_cost_accuracy_are_searched_when_all_are_asked_for(capsys: p
     assert names[2] == {"sign", "fp32"}  # a parameter server has no codec
 
 
-@pytest.mark.parametrize(
-    ("former", "current"),
-    [
-        ("--strategy ps-sync --server-placement own", "--strategy ps-sync --server-placement dedicated"),
-        ("--strategy ps-sync --server-placement=beside", "--strategy ps-sync --server-placement=colocated"),
-        ("--cards 1", "--nics 1"),
-        ("--cards=1", "--nics=1"),
-    ],
-)
-def test_former_names_work_and_say_what_they_are_called_now(
-    former: str, current: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predict", *HAND.split(), *former.split()]) == 0
-    with_former = capsys.readouterr()
-    assert main(["predict", *HAND.split(), *current.split()]) == 0
-    assert capsys.readouterr().out == with_former.out
-    assert re.fullmatch(
-        r"warning: (--cards is now --nics|--server-placement \w+ is now --server-placement \w+); "
-        r"the former name works in this version only\n",
-        with_former.err,
-    )
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """One distribution holds both packages."""
     assert said(capsys, "--version") == f"timing-model {pipesgd.__version__}\n"
@@ -261,11 +238,12 @@ def test_as_a_module(module: str) -> None:
     assert done.stdout.startswith("timing-model ")
 
 
-def test_the_installed_command_finds_functions_in_the_current_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["timing-model", "pipesgd"])
+def test_the_installed_command_finds_functions_in_the_current_folder(tmp_path: Path, name: str) -> None:
     """Python begins its path with the folder of the command, which pip writes as here, and not with the current one."""
     config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    module, _, function = config["project"]["scripts"]["timing-model"].partition(":")
-    command = tmp_path / "bin" / "timing-model"
+    module, _, function = config["project"]["scripts"][name].partition(":")
+    command = tmp_path / "bin" / name
     command.parent.mkdir()
     command.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n", encoding="utf-8")
     words = [sys.executable, str(command), "predict", *HAND.split(), "--all-reduce", "own_all_reduce:binomial_tree"]
@@ -349,17 +327,13 @@ BAD = {
     f"predict {HAND} --all-reduce rings": "all-reduce must be one of ring,",
     f"predict {HAND} --strategy dpp": "strategy must be one of pipelined, ddp, ps-sync; got dpp (did you mean ddp?)",
     f"predict {HAND} --strategy ddp --width 2": "width must be 1 with strategy ddp, which has no pipeline; got 2",
-    f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of colocated, dedicated",
+    f"predict {HAND} --strategy ps-sync --server-placement away": "server-placement must be one of colocated, ded",
     f"predict {HAND} --servers 4": "servers must be left out with strategy pipelined, which has none; got 4",
     f"predict {HAND} --strategy ddp --server-placement dedicated": (
         "server-placement must be left out with strategy ddp, which has none; got dedicated"
     ),
     f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
     f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
-    f"predict {HAND} --rate-limit 50": "rate-limit must have a unit such as 10Gbit/s; got '50'",
-    f"predict {HAND} --rate-limit 0.5mbit": "rate-limit must be at least 1mbit; got 500 kbit/s",
-    f"predict {HAND} --rate-limit 1e-15mbit": "rate-limit must be at least 1mbit; got 0.00 bit/s",
-    f"predict {HAND} --rate-limit 50mbit --strategy ddp": "rate-limit must be left out with native, whose messages",
     f"predict {HAND} --width 1{'0' * 400}": "width must be at most 1e+18; got a number of 401 digits",
     f"predict {HAND} --iterations 1{'0' * 18}1": "iterations must be at most 1e+18; got a number of 20 digits",
     f"predict {HAND} --epochs 3": "epochs must be left out where the samples or the batch size are not",
@@ -375,7 +349,7 @@ BAD = {
     "predict --network 1GbE": "world-size must be given; got none",
     "predict --cluster {folder}/none.toml --world-size 4 --model mlp": "none.toml must be a file to read, which pipes",
     "predict --cluster {cut} --world-size 4 --model mlp": "cut.toml must be whole and of TOML's form; ",
-    "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 6, the version that this",
+    "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 7, the version that this",
     "predict --cluster {nonsense} --world-size 4 --model mlp": "nonsense.toml: link.beta.value must be a number from 0",
     "predict --cluster {cluster} --world-size 4": "model must be given, one of mlp, or --compute",
     "predict --cluster {cluster} --world-size 4 --model resnet18": "model must be one of mlp; got resnet18",
@@ -402,7 +376,7 @@ def test_what_is_wrong_is_one_line(
     text = cluster.read_text()
     named = {
         "cut": text[: len(text) // 2],
-        "version": text.replace("format = 6", "format = 2"),
+        "version": text.replace("format = 7", "format = 2"),
         "nonsense": text.replace("beta = {value = ", "beta = {value = -"),
     }
     paths = {name: tmp_path / f"{name}.toml" for name in named}
@@ -490,12 +464,6 @@ def test_links_that_cores_cap_are_told_apart_by_where_the_cap_comes_from(
         assert words is None or words in out
 
 
-def test_a_rate_limit_that_cores_never_reach_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    for limit, limited in (("15Gbit/s", True), ("50Gbit/s", False)):
-        out = said(capsys, f"predict --network 100GbE --rate-limit {limit} {BY_HAND}")
-        assert ("sending limited to" in out) == limited
-
-
 def test_many_ranks_with_links_of_their_own_are_planned_with_large_segments(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -528,11 +496,6 @@ def test_many_ranks_with_links_of_their_own_are_planned_with_large_segments(
             "--ranks-per-node 2 --nics 2",
             "nics must be left out where each rank has links of its own",
         ),
-        (
-            "[[link]]",
-            "--rate-limit 1Mbit/s",
-            "rate-limit must be left out with ring, whose ranks have links of their own",
-        ),
         ("[[link]]", "--latency 1us", "latency must be left out with --cluster, which says it; got 1e-06"),
     ],
 )
@@ -555,7 +518,7 @@ WORDS = st.sampled_from(
     1e-300bit/s 0s --accumulation --price 1.2/h --compute --bandwidth --latency --parameters
     --split fsdp2 tensor --members --activations 8MiB --split-share 0.5 --memory 1GB --optimizer-state
     --inner-latency --inner-bandwidth
-    = -- - --rate-limit 50mbit --local-steps é predict --width=2 999999999999999999999999999999""".split()
+    = -- - 50mbit --local-steps é predict --width=2 999999999999999999999999999999""".split()
 )
 
 

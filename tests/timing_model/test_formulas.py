@@ -11,23 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesgd.comm.native import ring_wire_bytes
-from timing_model import (
-    CodecCost,
-    ComputeTimes,
-    LinkParams,
-    Noise,
-    all_reduce_time,
-    parameter_server_time,
-    ring_all_reduce_bytes,
-    ring_all_reduce_time,
-    uncompressed,
-)
+from timing_model.all_reduce import all_reduce_time
 from timing_model.collective_time import (
     chain_all_reduce_time,
     halving_doubling_time,
     hierarchical_time,
+    ring_all_reduce_bytes,
+    ring_all_reduce_time,
     ring_codec_time,
 )
+from timing_model.parameter_server import parameter_server_time
+from timing_model.params import CodecCost, ComputeTimes, LinkParams, Noise, uncompressed
 from timing_model.schedules import ALL_REDUCES, ring
 
 SECONDS = st.floats(0, 1e3)

@@ -42,7 +42,7 @@ def test_a_prediction_is_the_mean_over_the_turns_of_all_fragments(ratio: float) 
     sizes = [one.compute.numel for one in windows_of(job_of(ratio), 2, 3)]
     assert sum(sizes) == sum(TENSORS)
     expected = sum(max(2.0, ratio * size / sum(TENSORS)) for size in sizes) / (2 * 3)
-    answer = predict_in_turns(dataclasses.replace(job_of(ratio), iterations=60), 2, 3)
+    answer = predict_in_turns(job_of(ratio).changed(iterations=60), 2, 3)
     assert answer.iteration.total == pytest.approx(expected)
     assert sum(answer.iteration[1:]) == pytest.approx(expected)
     assert (answer.low, answer.high) == (pytest.approx(expected), pytest.approx(expected)), "nothing was measured"
@@ -80,20 +80,11 @@ def test_the_fewest_fragments_are_found_whose_exchange_takes_no_longer_than_a_wi
 
 def test_what_slows_the_exchange_needs_more_fragments_and_what_slows_the_computation_fewer() -> None:
     job = job_of(3.9)
-    rate = 6e6 / 3.9
     assert hiding_fragments(job, 4) == 1
-    assert hiding_fragments(dataclasses.replace(job, rate_limit=rate / 2), 4) == 2
+    assert hiding_fragments(dataclasses.replace(job, cluster=job.cluster.limited_to(6e6 / 3.9 / 2)), 4) == 2
     assert hiding_fragments(job_of(7.8, loading=Estimate.exact(1.0)), 4) == 1, "the rank loads its batches itself"
     loaded = dataclasses.replace(job_of(7.8, loading=Estimate.exact(1.0)), loader_workers=1)
     assert hiding_fragments(loaded, 4) == 2
-
-
-def test_a_window_hides_an_exchange_and_the_pause_after_it() -> None:
-    """The exchange takes 15 ms less than its bytes at the limit, which are to take 4.01 s."""
-    job = dataclasses.replace(job_of(0.1), rate_limit=6e6 / 4.01)
-    assert 3.99 < predict(job).collective.total < 4.0
-    assert hiding_fragments(job, 4) == 2
-    assert hiding_fragments(dataclasses.replace(job, rate_limit=6e6 / 3.99), 4) == 1
 
 
 @pytest.mark.parametrize(("ratio", "steps"), [(10.1, 5), (2.4, 1), (1249.0, 500), (1251.0, None)])

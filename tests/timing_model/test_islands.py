@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.timing_model._profiles import PROFILE, about, ask
+from tests.timing_model._profiles import PROFILE, about, ask, mesh
 from tests.timing_model.test_predict import by_hand, compute
-from timing_model import CodecCost, LinkParams, all_reduce_time, ring_all_reduce_time, uncompressed
 from timing_model.advice import advice, describe, training_arguments
+from timing_model.all_reduce import all_reduce_time
 from timing_model.choices import Space
 from timing_model.cli import main
+from timing_model.collective_time import ring_all_reduce_time
 from timing_model.costs import collective_time, costs_of, inside_of
 from timing_model.inside import inside_time
 from timing_model.iteration import IterationTime
-from timing_model.job import Job
+from timing_model.job import Job, in_groups
 from timing_model.measured import LinkProfile
 from timing_model.memory import rank_memory
-from timing_model.mesh import Mesh
-from timing_model.params import PlacedLink
+from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
 from timing_model.plan import plan
 from timing_model.predict import predict
 from timing_model.report import answer_text, plan_text
@@ -52,7 +52,7 @@ def job_on(outer: LinkParams = OUTER, inner: LinkParams | None = INNER, **option
     cluster = by_hand(outer, inner=None if inner is None else LinkProfile.exact(inner))
     work = compute(0.05, 1, tensors=TENSORS)
     defaults: dict[str, Any] = {"world_size": 8, "ranks_per_node": 4, "split": "fsdp2", "segment_bytes": WHOLE}
-    return Job(**{"cluster": cluster, "compute": work} | defaults | options)
+    return Job(**in_groups({"cluster": cluster, "compute": work} | defaults | options))
 
 
 def by_tensor(**options: Any) -> dict[str, Any]:
@@ -111,12 +111,12 @@ def test_the_time_inside_is_that_of_messages_that_are_simulated(
         programs = priced(schedules, nbytes / 4 / members, uncompressed(gamma))
         return max(simulate_messages(programs, Network(link=link)))
 
-    weights = Mesh(split="fsdp2", **sizes)
+    weights = mesh(split="fsdp2", **sizes)
     gathered = inside_time(weights, tensors, link)
     assert gathered.backward == close(layers * ring_of(4 * values))
     assert inside_time(weights, tensors, dataclasses.replace(OUTER, gamma=gamma), every) == close(gathered)
 
-    activations = Mesh(split="tensor", activations=2.0 * layers * values, **sizes)
+    activations = mesh(split="tensor", activations=2.0 * layers * values, **sizes)
     summed = inside_time(activations, tensors, link)
     assert summed == close((layers * ring_of(members * values),) * 2)
     assert inside_time(activations, tensors, dataclasses.replace(OUTER, gamma=gamma), every) == close(summed)
@@ -124,8 +124,8 @@ def test_the_time_inside_is_that_of_messages_that_are_simulated(
 
 def test_a_fixed_cost_counts_for_each_collective() -> None:
     link = dataclasses.replace(FREE, sync=1.0)
-    assert inside_time(Mesh(world_size=4, members=2, split="fsdp2"), TENSORS, link) == (4.0, 8.0)
-    assert inside_time(Mesh(world_size=4, members=2, **by_tensor()), TENSORS, link) == (4.0, 4.0)
+    assert inside_time(mesh(4, members=2, split="fsdp2"), TENSORS, link) == (4.0, 8.0)
+    assert inside_time(mesh(4, members=2, **by_tensor()), TENSORS, link) == (4.0, 4.0)
 
 
 @pytest.mark.parametrize(("members", "link"), [(2, INNER), (4, INNER), (8, OUTER)])
@@ -142,11 +142,11 @@ def test_members_of_a_node_use_the_link_inside_it(members: int, link: LinkParams
 
 def simulated_between(job: Job, codec: CodecCost, network: Network) -> float:
     """Return the time of the rings of all members at once, message by message: of what is split, then of the rest."""
-    mesh, total = job.mesh, 0.0
-    rings = [range(member, mesh.world_size, mesh.members) for member in range(mesh.members)]
-    for values in mesh.buffers(job.compute.numel):
-        steps = [steps_of(ring(rank, mesh.islands), 1, None) for rank in range(mesh.islands)]
-        programs = priced(at_once(steps, rings), values / mesh.islands, codec)
+    own, total = job.mesh, 0.0
+    rings = [range(member, own.world_size, own.islands.members) for member in range(own.islands.members)]
+    for values in own.buffers(job.compute.numel):
+        steps = [steps_of(ring(rank, own.number), 1, None) for rank in range(own.number)]
+        programs = priced(at_once(steps, rings), values / own.number, codec)
         total += max(simulate_messages(programs, network))
     return total
 
@@ -172,11 +172,11 @@ def test_the_time_between_islands_is_that_of_messages_that_are_simulated(
 @pytest.mark.parametrize(("members", "nics", "sharing"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2), (8, 1, 4)])
 def test_a_node_has_as_many_rings_as_an_island_has_members_there(members: int, nics: int, sharing: int) -> None:
     """All ranks but one of a ring on a node send inside it, if the ring goes through the nodes one after the other."""
-    mesh = Mesh(world_size=16, members=members, ranks_per_node=4, nics=nics, split="fsdp2")
+    nodes = mesh(16, members=members, ranks_per_node=4, nics=nics, split="fsdp2")
     neighbours = [(rank, (rank + members) % 16) for rank in range(16)]
     leaving = [rank // 4 for rank, right in neighbours if rank // 4 != right // 4]
     assert {leaving.count(node) for node in range(4)} == {min(members, 4)}
-    assert mesh.sharing == sharing
+    assert nodes.sharing == sharing
 
 
 @pytest.mark.parametrize("members", [2, 4])
@@ -351,7 +351,7 @@ def test_memory_that_is_not_enough_is_refused_and_what_needs_it_is_not_planned()
         ValueError, match=r"memory must be at least 5.76 MB for width 2, .* islands of 1, .*; got 1.44 MB"
     ):
         predict(dataclasses.replace(base, width=2))
-    assert predict(dataclasses.replace(base, width=2, members=4)).memory == pytest.approx(3.0 * model)
+    assert predict(base.changed(width=2, members=4)).memory == pytest.approx(3.0 * model)
     with pytest.raises(ValueError, match="memory must be left out with strategy ps-sync, of which it is not known"):
         predict(job_on(strategy="ps-sync", all_reduce=None, ranks_per_node=1, memory=1.0))
     found = plan(base)
@@ -360,7 +360,7 @@ def test_memory_that_is_not_enough_is_refused_and_what_needs_it_is_not_planned()
     assert all((rank_memory(one.job) or 0.0) <= 3.0 * model for one in found.ranking)
     assert "A rank has not enough memory for no islands (2.40 MB), activations left out." in advice(found)
     with pytest.raises(ValueError, match="memory must be at least 300 kB, the least of all that was searched"):
-        plan(dataclasses.replace(base, memory=1000.0))
+        plan(base.changed(memory=1000.0))
 
 
 @pytest.mark.parametrize("command", ["predict", "plan"])
@@ -384,10 +384,12 @@ def test_where_links_inside_cost_nothing_a_node_is_an_island() -> None:
     base = job_on(outer, FREE, compute=compute(1e-3, 1, tensors=TENSORS))
     space = dataclasses.replace(Space.of(base), strategies=("pipelined",), codecs=("fp32",), all_reduces=("ring",))
     found = plan(base, dataclasses.replace(space, members=(1, 2, 4)))
-    assert found.best.job.members == 4
+    assert found.best.job.islands.members == 4
     assert found.meshes[1].score / found.best.score == pytest.approx(2 * 7 / 8 / (2 * 1 / 2), rel=1e-2)
     assert any(line.startswith("Islands are 1.75 times as fast as the best without any (") for line in advice(found))
-    assert plan(base, space).best.job.members == 4, "one island of all has to gather weights from the other node"
+    assert plan(base, space).best.job.islands.members == 4, (
+        "one island of all has to gather weights from the other node"
+    )
     every = dataclasses.replace(space, all_reduces=Space.of(base).all_reduces)
     assert plan(base, every).best.job.all_reduce == "hierarchical", "its bytes are as few, without islands"
     one_node = plan(dataclasses.replace(base, world_size=4), dataclasses.replace(space, members=(1, 2, 4)))
@@ -398,7 +400,7 @@ def test_where_links_inside_are_slow_there_are_no_islands() -> None:
     slow = dataclasses.replace(FREE, beta=1e-4)
     for split in ({}, by_tensor(activations=1e6)):
         found = plan(job_on(OUTER, slow, **split))
-        assert found.best.job.members == 1
+        assert found.best.job.islands.members == 1
         assert any(line.startswith("Use no islands: the best ones (") for line in advice(found))
 
 
@@ -406,13 +408,13 @@ def test_memory_makes_islands_as_small_as_it_allows() -> None:
     for share, members in ((12, 1), (6, 2), (3, 4)):
         base = job_on(memory=share * 4.0 * sum(TENSORS))
         space = dataclasses.replace(Space.of(base), widths=(2,), codecs=("fp32",), strategies=("pipelined",))
-        assert plan(base, space).best.job.members == members
+        assert plan(base, space).best.job.islands.members == members
 
 
 def test_the_fewest_activations_decide_how_wide_islands_are() -> None:
     """All that is not split is repeated by every member, and activations are sums over them."""
-    many = plan(job_on(**by_tensor(activations=1e9))).best.job.members
-    none = plan(job_on(FREE, FREE, **by_tensor(split_share=0.5))).best.job.members
+    many = plan(job_on(**by_tensor(activations=1e9))).best.job.islands.members
+    none = plan(job_on(FREE, FREE, **by_tensor(split_share=0.5))).best.job.islands.members
     assert (many, none) == (1, 1)
 
 
@@ -445,7 +447,7 @@ def test_what_a_plan_says_of_islands() -> None:
     said = answer_text(predict(found.best.job))
     assert "collectives inside islands" in said
     assert "memory of a rank, activations left out" in said
-    one = dataclasses.replace(found.best.job, members=8)
+    one = found.best.job.changed(members=8)
     assert (describe(one), training_arguments(one)) == (
         "1 island of 8 by fsdp2",
         "fsdp2 over all ranks, by torch alone",
@@ -532,7 +534,6 @@ def test_the_command_plans_meshes(capsys: pytest.CaptureFixture[str]) -> None:
             "plan HAND --inner-latency 3us --inner-bandwidth 1GB/s",
             "inner-latency must be left out with one rank on each node (--ranks-per-node); got 3.00 us",
         ),
-        ("plan HAND --split fsdp2 --rate-limit 1Gbit/s", "members must be 1 with rate_limit, UNKNOWN; got 2"),
         (
             "predict HAND --split fsdp2 --members 2 --strategy ddp",
             "members must be 1 with strategy ddp, UNKNOWN; got 2",

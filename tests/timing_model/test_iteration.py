@@ -10,18 +10,19 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from timing_model import (
-    CollectiveTime,
-    ComputeTimes,
-    Noise,
+from timing_model.all_reduce import CollectiveTime
+from timing_model.iteration import (
+    BUCKET,
+    FIRST_BUCKET,
+    collective_within,
     ddp_buckets,
     job_time,
     layerwise_iteration_time,
     pipelined_iteration_time,
     server_iteration_time,
-    simulate_iterations,
 )
-from timing_model.iteration import BUCKET, FIRST_BUCKET, collective_within
+from timing_model.params import ComputeTimes, Noise
+from timing_model.simulate import simulate_iterations
 
 SECONDS = st.floats(0, 10)
 TIMES = ComputeTimes(update=0.5, forward=1.0, backward=2.0)

@@ -14,22 +14,17 @@ from hypothesis import strategies as st
 from tests.timing_model._profiles import MLP, about, ask
 from tests.timing_model.test_alternatives import NUMEL, SPACE, job_of
 from tests.timing_model.test_iteration import NOISES, SECONDS, TIMES, collectives, compute_times
-from timing_model import (
-    CollectiveTime,
-    ComputeTimes,
-    IterationTime,
-    Noise,
-    pipelined_iteration_time,
-    simulate_iterations,
-)
 from timing_model.advice import describe, training_arguments
+from timing_model.all_reduce import CollectiveTime
 from timing_model.alternatives import COARSER, alternatives, hiding_steps
 from timing_model.cli import main
 from timing_model.fragments import MOST_LOCAL_STEPS, in_windows
-from timing_model.iteration import job_time, local_steps_iteration_time
+from timing_model.iteration import IterationTime, job_time, local_steps_iteration_time, pipelined_iteration_time
 from timing_model.measured import Estimate
+from timing_model.params import ComputeTimes, Noise
 from timing_model.plan import plan
 from timing_model.predict import predict
+from timing_model.simulate import simulate_iterations
 from timing_model.simulate_job import simulate_job
 
 
@@ -277,12 +272,11 @@ def test_local_steps_that_gain_little_are_not_mentioned(ratio: float, mentioned:
 @pytest.mark.parametrize("ratio", [2.5, 20.5])
 def test_what_is_mentioned_comes_with_all_its_options(ratio: float) -> None:
     space = dataclasses.replace(SPACE, all_reduces=("halving-doubling",))
-    said = alternatives(plan(job_of(ratio, rate_limit=1e12), space), space)
+    said = alternatives(plan(job_of(ratio), space), space)
     mentioned = [one for one in said if "--width" in one]
     assert len(mentioned) >= 2
     for one in mentioned:
         assert "--all-reduce halving-doubling --segment-bytes 1073741824" in one
-        assert "--rate-limit 8e+06mbit" in one
 
 
 def test_they_are_called_senseless_where_they_are() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from experiments.results import RESULTS, load
-from timing_model import LinkParams, all_reduce_time
+from timing_model.all_reduce import all_reduce_time
+from timing_model.params import LinkParams
 from timing_model.presets import CODECS, PAYLOAD_SHARE
 
 LINK = LinkParams(alpha=1e-4, beta=8 / (200e6 * PAYLOAD_SHARE), gamma=1e-10, sync=3e-4, overhead=5e-5)

@@ -8,9 +8,11 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from timing_model import ALL_REDUCES, CodecCost, LinkParams, all_reduce_time, gather_time, parameter_server_time
 from timing_model import collective_time as closed
-from timing_model.gloo import native_closed_time
+from timing_model.all_reduce import all_reduce_time, gather_time
+from timing_model.parameter_server import Servers, parameter_server_time
+from timing_model.params import CodecCost, LinkParams
+from timing_model.schedules import ALL_REDUCES
 
 ROOM = 1 + 1e-9
 WHOLE = 1 << 40
@@ -23,10 +25,11 @@ FORMULAS = (
     closed.halving_doubling_time,
     closed.all_to_all_time,
     closed.lower_bound_time,
-    native_closed_time,
     lambda link, nbytes, p: closed.hierarchical_time(link, link, nbytes, nodes=p, ranks_per_node=3, nics=2),
     lambda link, nbytes, p: closed.chain_all_reduce_time(link, nbytes, depth=p),
-    lambda link, nbytes, p: parameter_server_time(link, nbytes, p, servers=min(p, 2), sharing=0.5).total,
+    lambda link, nbytes, p: (
+        parameter_server_time(link, nbytes, p, servers=Servers(number=min(p, 2)), sharing=0.5).total
+    ),
 )
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timing_model import LinkParams, parameter_server_time
+from timing_model.parameter_server import Servers, parameter_server_time
+from timing_model.params import LinkParams
 from timing_model.simulate_messages import Network, Task, simulate_messages
 
 ROUNDS = 8
@@ -42,7 +43,9 @@ def test_served_in_turn_is_the_messages_steady_state(
     alpha: float, beta: float, gamma: float, workers: int, servers: int
 ) -> None:
     link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0)
-    time = parameter_server_time(link, 12.0, workers + servers, servers=servers, placement="dedicated", sharing=0.0)
+    time = parameter_server_time(
+        link, 12.0, workers + servers, servers=Servers(number=servers, placement="dedicated"), sharing=0.0
+    )
     simulated = in_turn(link, 12.0, workers, servers, 5.0) - 5.0
     assert time.total == pytest.approx(simulated, rel=1e-9)
 
@@ -72,26 +75,29 @@ def test_loads_of_cards() -> None:
         (3, 2, "dedicated", 1.0),
         (1, 1, "colocated", 0.0),
     ):
-        time = parameter_server_time(link, 1.0, world_size, servers=servers, placement=placement)
+        time = parameter_server_time(link, 1.0, world_size, servers=Servers(number=servers, placement=placement))
         assert time.total == pytest.approx(2 * load)
 
 
 def test_as_many_servers_as_ranks_send_what_a_ring_sends() -> None:
     link = LinkParams(alpha=0.0, beta=1.0, gamma=0.5, sync=0.0)
-    time = parameter_server_time(link, 8.0, 4, servers=4)
+    time = parameter_server_time(link, 8.0, 4, servers=Servers(number=4))
     assert time[:3] == (12.0 + 3.0, 12.0, 3.0)
 
 
 def test_impossible_servers_are_refused() -> None:
     link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
     for options, message in (
-        ({"servers": 5}, "servers must be at most 4 with 4 ranks and placement colocated; got 5"),
+        ({"servers": {"number": 5}}, "servers must be at most 4 with 4 ranks and placement colocated; got 5"),
         (
-            {"servers": 4, "placement": "dedicated"},
+            {"servers": {"number": 4, "placement": "dedicated"}},
             "servers must be at most 3 with 4 ranks and placement dedicated; got 4",
         ),
-        ({"placement": "elsewhere"}, "placement must be one of colocated, dedicated; got elsewhere"),
+        (
+            {"servers": {"placement": "elsewhere"}},
+            "server_placement must be one of colocated, dedicated; got elsewhere",
+        ),
         ({"sharing": 1.5}, "sharing must be at most 1; got 1.5"),
     ):
         with pytest.raises(ValueError, match=f"^{message}$"):
-            parameter_server_time(link, 1.0, 4, **options)
+            parameter_server_time(link, 1.0, 4, **options | {"servers": Servers(**options.get("servers", {}))})

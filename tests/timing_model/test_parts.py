@@ -14,12 +14,12 @@ from timing_model.all_reduce import CollectiveTime, gather_time, parts_time
 from timing_model.choices import Space
 from timing_model.costs import buckets_of, collective_time, costs_of, iteration_time, whole
 from timing_model.iteration import layerwise_iteration_time, pipelined_iteration_time
-from timing_model.job import EXTRAPOLATED, Job, support_of
+from timing_model.job import Job
 from timing_model.measured import ComputeProfile
 from timing_model.params import LinkParams, Parts, uncompressed
 from timing_model.plan import plan
 from timing_model.predict import CODEC, predict
-from timing_model.schedules import SAVED_SECONDS
+from timing_model.support import EXTRAPOLATED, support_of
 
 LINK = LinkParams(alpha=1e-3, beta=4e-8, gamma=1e-10, sync=1e-4, overhead=3e-5)
 LAYERS = ComputeProfile.exact(
@@ -42,19 +42,6 @@ def test_parts_take_as_long_as_the_gathers_they_are_made_of(world_size: int, mes
     assert found == CollectiveTime(found.wire + 0.5, found.wire, 0.5)
     hop = LINK.alpha + LINK.overhead + 12_000 * LINK.byte_seconds()
     assert each.total == pytest.approx((world_size - 1) * hop + LINK.sync, rel=1e-12)
-
-
-def test_at_a_rate_limit_the_pause_after_a_message_delays_the_next_one() -> None:
-    """Each of three ranks sends two messages of 3 s at the limit, which cross the line in 1 s."""
-    link = LinkParams(alpha=0.0, beta=1e-4, gamma=0.0, sync=0.0)
-    found = gather_time(link, 2_500, 3, codec=uncompressed(0.0), rate_limit=1e4 / 3)
-    assert found.total == pytest.approx(3 - SAVED_SECONDS + 1)
-    assert found.paced == pytest.approx(6)
-    twice = Parts(tensors=(0,), nbytes=20_000.0, messages=2, work=0.5)
-    parts = parts_time(link, twice, 3, rate_limit=1e4 / 3)
-    assert parts.wire == pytest.approx(6 + found.total)
-    assert parts.paced == pytest.approx(12)
-    assert sum(parts[1:3]) == pytest.approx(parts.total)
 
 
 def test_one_rank_only_works_on_its_parts() -> None:

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from tests.timing_model._profiles import MLP, PROFILE
 from tests.timing_model.test_predict import by_hand, compute
-from timing_model import LinkParams
 from timing_model.advice import advice, reason
 from timing_model.alternatives import alternatives
 from timing_model.choices import ACCURATE, LARGEST_ALL_TO_ALL, LATE_TIE, SEGMENTS, TIE, Space, simplicity
 from timing_model.configurations import describe, training_arguments
 from timing_model.costs import collective_time, costs_of, iteration_time
-from timing_model.job import Job
-from timing_model.params import PlacedLink
+from timing_model.job import Job, in_groups
+from timing_model.params import LinkParams, PlacedLink
 from timing_model.plan import EQUAL, Plan, plan
 from timing_model.predict import predict
 from timing_model.presets import MODELS, NETWORKS, OVERHEAD
@@ -39,7 +38,7 @@ SPACE = Space(
 def job_on(network: str, model: str, seconds: float, **options: Any) -> Job:
     tensors = (MODELS[model] // 50,) * 50
     work = compute(seconds, 1, tensors=tensors, cv=0.03)
-    return Job(cluster=by_hand(NETWORKS[network]), compute=work, **{"world_size": 4} | options)
+    return Job(cluster=by_hand(NETWORKS[network]), compute=work, **in_groups({"world_size": 4} | options))
 
 
 def everything(base: Job, space: Space) -> list[tuple[Job, float]]:
@@ -204,7 +203,6 @@ def test_hooks_of_ddp_that_do_not_run_are_not_searched() -> None:
         ({}, {"strategies": ("ps-sync",)}, "Slower than DDP, which is 3.11 times as fast as "),
         ({}, {"strategies": ("pipelined",), "codecs": ("fp32",), "widths": (1,), "buckets": ("1",)}, "Slower than DDP"),
         ({"world_size": 1}, {}, "One rank exchanges nothing"),
-        ({"rate_limit": 1e7}, {}, "No comparison with DDP: it has no rate limit."),
         ({"memory": 5e8, "split": "fsdp2"}, {}, "No comparison with DDP: a rank has not enough memory for it."),
     ],
 )

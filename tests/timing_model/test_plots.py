@@ -7,7 +7,9 @@ import itertools
 import pytest
 from matplotlib.figure import Figure
 
-from timing_model import CollectiveTime, ComputeTimes, Noise, job_time, pipelined_iteration_time
+from timing_model.all_reduce import CollectiveTime
+from timing_model.iteration import job_time, pipelined_iteration_time
+from timing_model.params import ComputeTimes, Noise
 from timing_model.plots import HEIGHT, plot_timeline
 from timing_model.trace import COMMUNICATION, COMPUTATION, GRADIENT, SERVER, STRATEGIES, UPDATE, Span, timeline
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from experiments.results import REPOSITORY
 from tests.timing_model._profiles import CORRECTIONS, LINK, MLP, PROFILE, about, ask, ran
-from timing_model import LinkParams, Noise, expected_maximum, ring_all_reduce_time
-from timing_model.advice import training_arguments
 from timing_model.cluster_profile import Profile
+from timing_model.collective_time import ring_all_reduce_time
 from timing_model.costs import correction_of
-from timing_model.job import CHECKED_CV, SUPPORTS, Job, compute_of, support_of
+from timing_model.jitter import expected_maximum
+from timing_model.job import Job, Length, compute_of
 from timing_model.measured import (
     Calibrated,
     CodecProfile,
@@ -24,12 +24,10 @@ from timing_model.measured import (
     Estimate,
     LinkProfile,
 )
-from timing_model.plan import plan
+from timing_model.params import LinkParams, Noise
 from timing_model.predict import FORM_ERROR, LIMITS, Answer, predict
 from timing_model.presets import CODECS, HOST, NETWORKS
-from timing_model.report import answer_text
-from timing_model.schedules import SAVED_SECONDS
-from timing_model.simulate_job import simulate_job
+from timing_model.support import CHECKED_CV, SUPPORTS, support_of
 
 WHOLE = 1 << 30
 """Bytes of a segment that holds every chunk: see test_monotone."""
@@ -50,79 +48,23 @@ def by_hand(link: LinkParams, **options: Any) -> Profile:
     return Profile(calibrated=nothing, link=LinkProfile.exact(link), **options)
 
 
-@pytest.mark.parametrize("all_reduce", ["ring", "halving-doubling"])
-def test_at_a_rate_limit_the_pause_after_the_last_message_delays_only_the_next_collective(all_reduce: str) -> None:
-    """Four ranks send six chunks of 1 MB each, in eleven segments that are no longer than 15 ms at the limit."""
-    link = LinkParams(alpha=1e-4, beta=8 / 200e6, gamma=0.0, sync=0.0)
-
-    def answer(seconds: float, width: int, **options: Any) -> Answer:
-        options = {"world_size": 4, "width": width, "all_reduce": all_reduce} | options
-        return predict(Job(cluster=by_hand(link), compute=compute(seconds, 1_000_000), **options))
-
-    limit = {"rate_limit": 6.25e6}
-    segment = 1e6 / 11
-    pause, crossing = segment / 6.25e6, segment * link.beta + link.alpha
-    one_after_another = 66 * pause
-    all_reduced = 65 * pause - SAVED_SECONDS + crossing
-    limited = answer(0.1, 1, **limit)
-    assert limited.collective.total == pytest.approx(all_reduced)
-    assert limited.iteration.total == pytest.approx(0.1 + all_reduced)
-    assert answer(0.001, 1, **limit).iteration.total == pytest.approx(one_after_another)
-    for width in (2, 3):
-        assert answer(0.1, width, **limit).iteration.total == pytest.approx(one_after_another)
-        assert answer(1.0, width, **limit).iteration.total == pytest.approx(1.0)
-    assert answer(0.1, 2, local_steps=4, **limit).iteration.total == pytest.approx(one_after_another / 4)
-    assert answer(0.1, 1, local_steps=4, **limit).iteration.total == pytest.approx(0.1 + all_reduced / 4)
-    assert simulate_job(answer(0.1, 2, **limit).job).period == pytest.approx(one_after_another)
-    assert answer(0.1, 2, **limit).gains["network"] == pytest.approx(2.0)
-    assert "sending limited to 50.0 Mbit/s, " in answer_text(limited)
-    assert limited.as_json()["job"]["rate_limit"] == 6.25e6
-    loose = answer(0.1, 2, rate_limit=1e9)
-    assert loose.iteration == answer(0.1, 2).iteration
-    assert "200 Mbit/s of payload, " in answer_text(loose), "the link is the smaller one"
-
-
-def test_the_handover_is_a_part_of_the_pause() -> None:
-    """A late collective waits less for the pause after it."""
-    link = LinkParams(alpha=0.0, beta=1e-8, gamma=0.0, sync=0.0)
-
-    def seconds(handover: float) -> float:
-        work = compute(0.001, 1_000_000, late_handover=Estimate.exact(handover))
-        return predict(Job(cluster=by_hand(link), compute=work, world_size=2, width=2, rate_limit=4e6)).iteration.total
-
-    message = 2e6 / math.ceil(2e6 / 60_000)
-    pause = message / 4e6 - message * 1e-8 + SAVED_SECONDS
-    assert seconds(0.0) == pytest.approx(1.0)
-    assert seconds(0.99 * pause) == pytest.approx(1.0)
-    assert seconds(pause + 0.01) == pytest.approx(1.01)
-
-
-def test_corrections_do_not_count_at_a_rate_limit_nor_do_times_that_were_measured_without() -> None:
+def test_a_cluster_that_is_limited_to_a_rate_has_the_smaller_bandwidth_and_nothing_that_was_measured_above() -> None:
     measured = ran(world_size=3, codec="fp32")
     corrected = dataclasses.replace(PROFILE, link=dataclasses.replace(LINK, corrections=CORRECTIONS))
     work = dataclasses.replace(MLP, measured=(measured,))
     job = ask(cluster=corrected, compute=work, world_size=3, width=2)
-    limited = dataclasses.replace(job, rate_limit=1e6)
+    slow = dataclasses.replace(corrected, compute=(work,)).limited_to(1e6)
+    limited = dataclasses.replace(job, cluster=slow, compute=slow.compute[0])
     assert correction_of(job) is not None
     assert job.measured is measured
     assert (correction_of(limited), limited.measured) == (None, None)
     answer = predict(limited)
     assert answer.iteration.total == pytest.approx(2 * 2 / 3 * MLP.numel * 4 / 1e6, rel=0.05)
     assert answer.low > 0.9 * answer.iteration.total, "the link may be faster than was measured; the limit is not"
-
-
-@pytest.mark.parametrize(
-    "options", [{"strategy": "ddp"}, {"strategy": "ps-sync", "all_reduce": None}, {"all_reduce": "native"}]
-)
-def test_a_rate_limit_that_would_not_be_kept_is_refused_and_plans_leave_it_out(options: dict[str, Any]) -> None:
-    options = {"all_reduce": "native", "rate_limit": 1e6} | options
-    name = options["all_reduce"] or "ps-sync"
-    with pytest.raises(ValueError, match=f"rate_limit must be left out with {name}, whose messages are not paced; got"):
-        ask(**options)
-    found = plan(ask(rate_limit=1e6))
-    assert {one.job.strategy for one in found.ranking} == {"pipelined"}
-    assert "native" not in {one.job.all_reduce for one in found.ranking}
-    assert training_arguments(found.best.job).endswith(" --rate-limit 8mbit")
+    share = 1e6 * LINK.beta.value
+    assert slow.compute[0].compute_slowdown.value == pytest.approx(share * MLP.compute_slowdown.value)
+    assert slow.links["native"].beta.value == 1e-6
+    assert corrected.limited_to(1e9) == corrected
 
 
 def test_the_papers_question_by_hand() -> None:
@@ -130,7 +72,16 @@ def test_the_papers_question_by_hand() -> None:
     link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
     cluster, work = by_hand(link), compute(0.3, 100_000_000, samples=1000)
     together, apart = (
-        predict(Job(cluster=cluster, compute=work, world_size=4, width=width, segment_bytes=WHOLE, iterations=10))
+        predict(
+            Job(
+                cluster=cluster,
+                compute=work,
+                world_size=4,
+                width=width,
+                segment_bytes=WHOLE,
+                length=Length(iterations=10),
+            )
+        )
         for width in (1, 2)
     )
     t_comm = ring_all_reduce_time(link, 4e8, 4)
@@ -594,7 +545,7 @@ def job(given: dict[str, Any], **changed: Any) -> Job:
         width=width,
         codec=codec,
         segment_bytes=1 << 20 if all_reduce == "native" else WHOLE,
-        iterations=7,
+        length=Length(iterations=7),
     )
 
 

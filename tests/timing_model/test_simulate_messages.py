@@ -11,26 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipesgd.comm.pace import TokenBucket
-from timing_model import (
-    CodecCost,
-    LinkParams,
-    all_reduce_time,
-    critical_path,
-    ring_all_reduce_time,
-    schedules,
-    uncompressed,
-)
-from timing_model.all_reduce import messages_meet
-from timing_model.params import PlacedLink
+from timing_model import critical_path, schedules
+from timing_model.all_reduce import all_reduce_time, messages_meet
+from timing_model.collective_time import ring_all_reduce_time
+from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
 from timing_model.schedules import (
-    SAVED_SECONDS,
     SCHEDULES,
     SEGMENTS_AHEAD,
-    Encode,
-    Receive,
     Schedule,
-    Send,
     segments_of,
 )
 from timing_model.simulate_messages import Network, Task, simulate_messages, simulate_ring, tasks_of
@@ -66,47 +54,19 @@ def codecs(draw: st.DrawFn) -> CodecCost:
     world_size=WORLD_SIZES,
     each=st.floats(0.1, 100),
     segments=st.integers(1, 4),
-    rate_limit=RATES,
 )
 def test_the_time_is_that_of_the_messages(
-    name: str, link: LinkParams, codec: CodecCost, world_size: int, each: float, segments: int, rate_limit: float
+    name: str, link: LinkParams, codec: CodecCost, world_size: int, each: float, segments: int
 ) -> None:
     parts = [SCHEDULES[name](rank, world_size) for rank in range(world_size)]
     numel = each * parts[0].chunks
     segment_bytes = max(1, math.ceil(codec.wire_bytes(each) / segments))
     segments = segments_of(codec.wire_bytes(each), segment_bytes)
-    ahead = SEGMENTS_AHEAD if messages_meet(name, world_size) and rate_limit == math.inf else None
+    ahead = SEGMENTS_AHEAD if messages_meet(name, world_size) else None
     programs = tasks_of(parts, numel, codec, segments=segments, ahead=ahead)
-    simulated = max(simulate_messages(programs, Network(link=link, rate_limit=rate_limit)))
-    predicted = all_reduce_time(
-        name, link, numel, world_size, codec=codec, segment_bytes=segment_bytes, rate_limit=rate_limit
-    )
+    simulated = max(simulate_messages(programs, Network(link=link)))
+    predicted = all_reduce_time(name, link, numel, world_size, codec=codec, segment_bytes=segment_bytes)
     assert predicted.total == pytest.approx(simulated, rel=EXACT, abs=1e-12)
-    sent = max(sum(nbytes for task in program for _, nbytes in task.sends) for program in programs)
-    assert predicted.paced == pytest.approx(sent / rate_limit, rel=EXACT)
-
-
-@given(
-    messages=st.lists(
-        st.tuples(st.sampled_from([0.0, 0.001, 0.02, 0.5]), st.integers(1, 100)), min_size=1, max_size=20
-    ),
-    rate_limit=st.floats(1e3, 1e5),
-)
-def test_messages_pass_as_the_trainers_bucket_lets_them(messages: list[tuple[float, int]], rate_limit: float) -> None:
-    """Rank 0 sends a message to each other rank, some seconds of work after the one before was ready."""
-    now, due = [0.0], 0.0
-    expected: list[float] = []
-    bucket = TokenBucket(rate_limit, clock=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
-    for seconds, nbytes in messages:
-        due += seconds
-        now[0] = max(now[0], due)
-        bucket.take(nbytes)
-        expected.append(now[0])
-    free = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
-    sends = [Task(seconds=one[0], sends=((number, one[1]),)) for number, one in enumerate(messages, 1)]
-    programs = [sends, *([Task(source=0)] for _ in messages)]
-    _, *ends = simulate_messages(programs, Network(link=free, rate_limit=rate_limit))
-    assert ends == pytest.approx(expected, rel=EXACT)
 
 
 @settings(deadline=None, max_examples=60)
@@ -157,7 +117,6 @@ PASSED_ON = {
     inner=links(),
     codec=codecs(),
     segments=st.integers(1, 4),
-    pause=st.one_of(st.just(0.0), st.floats(1e-3, 2)),
 )
 def test_steps_that_are_left_out_are_as_those_before(
     name: str,
@@ -165,7 +124,6 @@ def test_steps_that_are_left_out_are_as_those_before(
     inner: LinkParams,
     codec: CodecCost,
     segments: int,
-    pause: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rings of 240 ranks are computed step by step, and up to the step from which all steps are alike."""
@@ -174,7 +132,6 @@ def test_steps_that_are_left_out_are_as_those_before(
         alpha=link.alpha,
         transfer=link.beta,
         overhead=link.overhead,
-        pause=pause,
         inner_alpha=inner.alpha,
         inner_transfer=inner.beta,
     )
@@ -183,28 +140,6 @@ def test_steps_that_are_left_out_are_as_those_before(
         patch.setattr(critical_path, "EVEN", -1.0)
         long = PASSED_ON[name](costs, 240, segments)
     assert short == pytest.approx(long, rel=EXACT)
-
-
-def test_no_step_of_a_ring_is_left_out_before_what_is_saved_of_a_rate_limit_is_spent() -> None:
-    """A step takes 1 s, and at the limit 0.1 ms longer: the first 50 ones take 1 s each, as long as no limit does."""
-    free = dict.fromkeys(("encode", "decode", "add", "hop"), 0.0)
-    costs = critical_path.SegmentCosts(work=free, alpha=0.4, transfer=0.6, overhead=0.0, pause=1.0001)
-    assert critical_path.ring(costs, 20, 1) == pytest.approx(38.0, rel=EXACT)
-    assert critical_path.ring(costs, 240, 1) == pytest.approx(477 * 1.0001 - SAVED_SECONDS + 1.0, rel=EXACT)
-
-
-def by_the_last(rank: int, world_size: int) -> Schedule:
-    """Sum up on the last rank, which sends the sum to all others."""
-    last = world_size - 1
-    if rank < last:
-        return Schedule(chunks=1, operations=(Encode(0), Send(0, last, 0), Receive(0, last, 1, reduce=False)))
-    arrivals = [Receive(0, other, 0, reduce=True) for other in range(last)]
-    return Schedule(chunks=1, operations=(*arrivals, Encode(0), *(Send(0, other, 1) for other in range(last))))
-
-
-def test_the_rank_that_sends_most_says_when_the_next_collective_may_begin() -> None:
-    assert all_reduce_time(f"{__name__}:by_the_last", LINK, 10.0, 4, rate_limit=8.0).paced == 3 * 40 / 8
-    assert all_reduce_time("recursive-doubling", LINK, 10.0, 5, rate_limit=8.0).paced == 3 * 40 / 8
 
 
 def test_a_large_ring_is_that_of_the_messages() -> None:
@@ -313,16 +248,6 @@ def test_impossible_networks_are_refused() -> None:
         Network(link=LINK, slow={(0, 1): 0.0})
     with pytest.raises(ValueError, match="slow_links must be world_size numbers above 0"):
         simulate_ring(LINK, 1.0, 3, slow_links=np.ones(2))
-
-
-@pytest.mark.parametrize("name", ["native", "hierarchical"])
-def test_impossible_rate_limits_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"rate_limit must be finite and above 0; got 0\.0"):
-        all_reduce_time("ring", LINK, 8.0, 2, rate_limit=0.0)
-    with pytest.raises(ValueError, match=f"rate_limit must be left out with {name}; got 1000"):
-        all_reduce_time(name, LINK, 8.0, 2, inner=LINK, rate_limit=1e3)
-    with pytest.raises(ValueError, match="rate_limit must be left out with placed links; got 1000"):
-        all_reduce_time("ring", LINK, 8.0, 2, placed=(PlacedLink(link=LINK),), rate_limit=1e3)
 
 
 @pytest.mark.parametrize("name", ["ring", "halving-doubling", "all-to-all", "hierarchical"])
