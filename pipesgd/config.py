@@ -36,10 +36,6 @@ AUTO = "auto"
 AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets", "fragments")
 """Options that can be left to the timing model with the value ``AUTO``."""
 
-FORMER_NAMES = {"streams": "connections"}
-FORMER_VALUES = {("server-placement", "beside"): "colocated", ("server-placement", "own"): "dedicated"}
-"""Names and values of options in the previous version, which this one still accepts, and what they are called now."""
-
 MAX_LOSS_SCALE = 2.0**127
 """Largest loss scale: the largest power of two in float32."""
 
@@ -416,18 +412,6 @@ FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
 """Options that may change when a run is resumed, since no weight depends on them. With --allow-drift, weights do
 depend on the intervals of checkpoints, at which all ranks get rank 0's; and on --loader-workers where samples that are
 read by iteration draw random numbers. Such a run is not promised the same bits."""
-
-
-def current_names(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``options`` of a run that the previous version may have recorded, under their current names."""
-    renamed = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
-    current = {
-        name: FORMER_VALUES.get((name, value), value) if isinstance(value, str) else value
-        for name, value in renamed.items()
-    }
-    if "buckets" not in current and current.get("outer") == "average":
-        current["outer"] = None  # "average" was the default before there were buckets
-    return current
 
 
 def differing_options(one: dict[str, Any], other: dict[str, Any], *, free: frozenset[str]) -> list[str]:

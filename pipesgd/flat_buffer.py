@@ -164,7 +164,7 @@ def check_shapes(saved: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
 def check_layouts(saved: Sequence[tuple[int, ...] | None], parameters: Sequence[Tensor]) -> None:
     """Raise ``UserInputError`` unless ``parameters`` have the ``memory_layout`` that they had in a state."""
     here = [memory_layout(parameter) for parameter in parameters]
-    for number, (before, now) in enumerate(zip(saved or [None] * len(here), here, strict=False)):
+    for number, (before, now) in enumerate(zip(saved, here, strict=False)):
         if (None if before is None else tuple(before)) != now:
             raise UserInputError(
                 f"trained parameters (number {number}) must have the strides {before or 'of contiguous memory'}, as in "

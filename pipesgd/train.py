@@ -279,14 +279,13 @@ class Run:
         if found is None:
             workers.raise_together("results of an earlier run", lambda: output.check_no_results(self.job.folder))
         else:
-            total = found.shared.get("iterations", self.job.iterations)  # earlier versions kept none of these
+            total = found.shared["iterations"]
             if total != self.job.iterations:  # epochs of other data: the schedule was made for those of the checkpoint
                 optimization = self.job.config.optimization.for_ranks(workers.world_size)
                 self.state.schedule = build_schedule(optimization, self.job.optimizer, total)
                 self.job = replace(self.job, iterations=total, schedule=self.state.schedule)
             now = self.job.data.describe(own=True)
-            earlier = now if self.job.data.sharded else found.shared.get("data", now)  # where it was once
-            both = workers.all_gather_object("data of the checkpoint", [found.own.get("data", earlier), now])
+            both = workers.all_gather_object("data of the checkpoint", [found.own["data"], now])
             if changed := [rank for rank, (then, now) in enumerate(both) if then != now]:
                 then, now = both[changed[0]]
                 own = (f" of {named(changed)}", f" on rank {changed[0]}")

@@ -51,7 +51,6 @@ EXCEPTIONS = {
     "pipesgd/config.py": "names the former values of an option",
     "timing_model/arguments.py": "names the former values of an option",
     "tests/test_cli.py": "tests the former values of an option",
-    "tests/test_docs.py": "names the former names of options",
     "tests/timing_model/test_cli.py": "tests the former values of an option",
     "CHANGELOG.md": "names the former values of an option",
     "experiments/bench_timing_model.py": "has the name of a row of a result",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -12,9 +11,6 @@ from typing import NoReturn
 from timing_model.checks import did_you_mean
 from timing_model.units import MOST
 
-FORMER_NAMES = {"--cards": "--nics"}
-FORMER_VALUES = {("--server-placement", "beside"): "colocated", ("--server-placement", "own"): "dedicated"}
-"""Names and values of options in the previous version, which this one still accepts, and what they are called now."""
 OTHER_NAMES = {
     **dict.fromkeys(("--nodes", "--gpus", "--ranks", "--workers", "--nproc", "--machines"), "--world-size"),
     **dict.fromkeys(("--rate", "--bw"), "--bandwidth"),
@@ -44,8 +40,6 @@ class Parser(argparse.ArgumentParser):
                 joined[-1] += f"={argument}"
             else:
                 joined.append(argument)
-        before = ["", *joined]
-        joined = [self._with_current_name(one, previous) for previous, one in zip(before, joined, strict=False)]
         names = [argument.partition("=")[0] for argument in joined if argument.startswith("--")]
         for name in names:
             if names.count(name) > 1:  # do not guess which of the values was meant
@@ -81,22 +75,6 @@ class Parser(argparse.ArgumentParser):
         near = f" (did you mean {other}?)" if other in names else did_you_mean(name, names)
         shown = name if name.isprintable() else repr(name)
         return ValueError(f"every option must be one that --help lists; got {shown}{near}")
-
-    def _with_current_name(self, argument: str, before: str) -> str:
-        """Return ``argument`` under its current name, with a hint on stderr if that is another one."""
-        option, equals, value = argument.partition("=")
-        if option in FORMER_NAMES:
-            _hint(option, FORMER_NAMES[option])
-            return FORMER_NAMES[option] + equals + value
-        name, given = (option, value) if equals else (before, argument)
-        if (now := FORMER_VALUES.get((name, given))) is None:
-            return argument
-        _hint(f"{name} {given}", f"{name} {now}")
-        return f"{option}={now}" if equals else now
-
-
-def _hint(former: str, current: str) -> None:
-    print(f"warning: {former} is now {current}; the former name works in this version only", file=sys.stderr)
 
 
 def whole(least: int = 1) -> Callable[[str], int]:

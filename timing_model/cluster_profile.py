@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from timing_model.buckets import WHOLE, Cut
-from timing_model.collective_time import ring_all_reduce_bytes
 from timing_model.measured import (
     LINK,
     MOST,
@@ -26,15 +24,14 @@ from timing_model.measured import (
     MeasuredIteration,
     configuration,
 )
-from timing_model.params import FLOAT_BYTES, PlacedLink
+from timing_model.params import PlacedLink
 from timing_model.presets import ethernet
 from timing_model.schedules import ALL_REDUCES
 from timing_model.toml_io import Scalar, Table, format_tables, read_tables
 from timing_model.units import parse_bandwidth, parse_seconds
 
-FORMAT, FORMER_FORMAT = 6, 5
-"""Version of the file's format, raised whenever an older reader would misunderstand a newer file, and the one before,
-which is still read: it has shares by which collectives are slower next to the computation, in place of times."""
+FORMAT = 6
+"""Version of the file's format, raised whenever an older reader would misunderstand a newer file."""
 RING, HIERARCHICAL = "ring", "hierarchical"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
 """Names of the all-reduces, and of the parameter server, that may have a link of their own."""
@@ -104,7 +101,7 @@ class Profile:
         if file.is_list("link"):
             return _by_hand(file)
         version = file.count("format")
-        if version not in (FORMAT, FORMER_FORMAT):
+        if version != FORMAT:
             raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate again)", version)
         links, codecs = (file.table(name) if name in file else None for name in ("links", "codecs"))
         servers = file.table("servers") if "servers" in file else None
@@ -117,9 +114,8 @@ class Profile:
             inner=_link(file.table("inner")) if "inner" in file else None,
             codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
             sharing=sharing,
+            compute=tuple(map(_compute, file.tables("compute"))),
         )
-        read_compute = _compute if version == FORMAT else partial(_former_compute, profile=profile)
-        profile = dataclasses.replace(profile, compute=tuple(map(read_compute, file.tables("compute"))))
         if servers:
             servers.done()
         file.done()
@@ -253,22 +249,6 @@ def _calibrated(table: Table) -> Calibrated:
     )
     table.done()
     return calibrated
-
-
-def _former_compute(table: Table, profile: Profile) -> ComputeProfile:
-    """Read a computation of the former format, whose all-reduces are slower in a pipeline by shares of their time on
-    the wire, in addition to the handover at width 1."""
-    share, shares = _estimate(table, "comm_slowdown"), _by_all_reduce(table, "comm_slowdowns")
-    compute = _compute(table)
-    transferred = ring_all_reduce_bytes(FLOAT_BYTES * compute.numel, max(profile.calibrated.world_sizes))
-
-    def late(name: str, share: Estimate) -> Estimate:
-        on_wire = transferred * profile.link_of(name).beta.value
-        both = zip(dataclasses.astuple(compute.handover), dataclasses.astuple(share), strict=True)
-        return Estimate(*(min(MOST, handover + slower * on_wire) for handover, slower in both))
-
-    late_handovers = {name: late(name, one) for name, one in shares.items()}
-    return dataclasses.replace(compute, late_handover=late(RING, share), late_handovers=late_handovers)
 
 
 def _by_all_reduce(table: Table, field: str) -> dict[str, Estimate]:

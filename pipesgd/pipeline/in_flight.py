@@ -104,7 +104,7 @@ class InFlight:
                 spans=[Span("communication", state["iteration"], now, now)],
                 comparison=Comparison(*state["comparison"]) if state["comparison"] else None,
                 norm=state["norm"],
-                gathered_bytes=state.get("gathered_bytes", 0),  # earlier versions had none
+                gathered_bytes=state["gathered_bytes"],
             )
         )
         return cls(

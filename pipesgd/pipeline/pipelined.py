@@ -558,7 +558,7 @@ class Pipelined(Strategy):
             "choices": [exchanges.choices.get(id(one)) for one in held_parameters(self._optimizer)],
             "turn": self._turn,
             "in_flight": in_flight,
-            "exchange": self._summing.reducer.state_dict(),  # the name in checkpoints of earlier versions
+            "reducer": self._summing.reducer.state_dict(),
             **self._updates.state_dict(),
             "agreement": self._agreement.state_dict(),
             "loss_scale": self._loss_scale.state_dict(),
@@ -569,21 +569,20 @@ class Pipelined(Strategy):
         self._summing.thread.check()
         if self._half_done is None:
             self._check_whole("load_state_dict")
-        codec, world_size = self._codec_options.describe(), self._ranks.world_size
-        for name, own, default in (
-            ("world_size", world_size, world_size),
-            ("codec", codec, codec),
-            ("reduce", self._cut.exchanges.reduce, "matrix"),
-            ("buckets", self._cut.into, "1"),
+        for name, own in (
+            ("world_size", self._ranks.world_size),
+            ("codec", self._codec_options.describe()),
+            ("reduce", self._cut.exchanges.reduce),
+            ("buckets", self._cut.into),
         ):
-            if (before := state.get(name, default)) != own:  # earlier versions had none of them
+            if (before := state[name]) != own:
                 raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {own}")
         cut = self._cut_of(state)
-        check_layouts(state.get("strides", ()), cut.parameters)  # earlier versions had only contiguous ones
+        check_layouts(state["strides"], cut.parameters)
         check_shapes(state["agreement"]["missed"], cut.parameters)
         for gradient in state["in_flight"]:
             check_sizes([as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(cut.buckets))
-        self._summing.reducer.check_state(state["exchange"], cut.whole_buckets)
+        self._summing.reducer.check_state(state["reducer"], cut.whole_buckets)
 
     def _cut_of(self, state: dict[str, Any]) -> Cut:
         """Return the parameters that are trained now, with the choices of exchanges in ``state``."""
@@ -626,9 +625,9 @@ class Pipelined(Strategy):
             self._packing.give_back(self._in_flight.popleft().buffer)
         if (cut := self._cut_of(state)) is not self._cut:
             self._begin(cut)
-        self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
+        self.iteration, self._turn = state["iteration"], state["turn"]
         device = self._parameters[0].device
-        self._summing.reducer.load_state_dict(on_device(state["exchange"], device))
+        self._summing.reducer.load_state_dict(on_device(state["reducer"], device))
         self._updates.load_state_dict(on_device({name: state[name] for name in ("prediction", "guard")}, device))
         self._agreement.load_state_dict(on_device(state["agreement"], device))
         self._loss_scale.load_state_dict(state["loss_scale"])

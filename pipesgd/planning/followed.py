@@ -91,14 +91,13 @@ class FollowedPlan:
         """
         if self.planned is None:
             return
-        if "planned" in shared:  # earlier versions had none
-            try:
-                saved = Planned.from_json(json.loads(shared["planned"]))
-            except (KeyError, TypeError, ValueError) as failure:
-                raise CheckpointError(f"a checkpoint must be of this version's plans; got {failure!r}") from None
-            if saved.decision_at > self.planned.decision_at:
-                self.planned = saved
-                self._record(saved)
+        try:
+            saved = Planned.from_json(json.loads(shared["planned"]))
+        except (KeyError, TypeError, ValueError) as failure:
+            raise CheckpointError(f"a checkpoint must be of this version's plans; got {failure!r}") from None
+        if saved.decision_at > self.planned.decision_at:
+            self.planned = saved
+            self._record(saved)
         self.swap_to(self.planned.at(done - 1))
 
     def follow(self, iteration: int) -> StepReport:

@@ -38,13 +38,13 @@ def swap_strategy(state: RunState, make: Callable[[Pipelined], Pipelined], *, sa
     state.strategy = pipeline
     fresh = pipeline.state_dict()
     kept |= {name: fresh[name] for name in ("codec", "buckets")}
-    residuals = kept["exchange"].get("residuals", [])
+    residuals = kept["reducer"].get("residuals", [])
     if residuals:
         residuals = rearranged(residuals, former.whole_buckets, pipeline.whole_buckets)
     if not same_codec:
-        kept["exchange"] = fresh["exchange"]
+        kept["reducer"] = fresh["reducer"]
     elif residuals:
-        kept["exchange"]["residuals"] = residuals
+        kept["reducer"]["residuals"] = residuals
     pipeline.load_state_dict(kept)
     pipeline.add_to_next_gradient([] if same_codec else residuals)
     return report

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pipesgd.config import FREE_ON_RESUME, TrainConfig, current_names, differing_options
+from pipesgd.config import FREE_ON_RESUME, TrainConfig, differing_options
 from pipesgd.errors import CheckpointError, UserInputError, warn
 from pipesgd.ranks import Ranks
 from pipesgd.run.checkpoint_folder import CheckpointFolder
@@ -228,7 +228,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         cause = " ".join(f"{type(failure).__name__}: {failure}".split())
         raise CheckpointError(f"{path} must describe the run to resume; it cannot be read: {cause}") from None
-    return {"options": current_names(options), "world_size": world_size, "planned": planned}
+    return {"options": options, "world_size": world_size, "planned": planned}
 
 
 def _describes_a_run(path: Path) -> bool:

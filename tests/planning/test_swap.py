@@ -67,8 +67,8 @@ def _swapped(ranks: Ranks, before: dict[str, Any], after: dict[str, Any]) -> dic
         "same": same,
         "left out": [one.tolist() for one in left_out],
         "cosine": now["agreement"]["cosine"] == kept["agreement"]["cosine"] < 1,
-        "residuals": [one.tolist() for one in now["exchange"].get("residuals", [])],
-        "before": [one.tolist() for one in kept["exchange"].get("residuals", [])],
+        "residuals": [one.tolist() for one in now["reducer"].get("residuals", [])],
+        "before": [one.tolist() for one in kept["reducer"].get("residuals", [])],
         "applied": applied,
         "statistics": model[0].running_mean.tolist(),  # type: ignore[union-attr]
         "after": model[1].weight.tolist(),
@@ -162,7 +162,7 @@ def _residual_in_the_next_gradient(ranks: Ranks) -> tuple[list[float], list[floa
     for batch in inputs[:3]:
         model(batch).square().mean().backward()
         old.step()
-    [residual] = old.state_dict()["exchange"]["residuals"]
+    [residual] = old.state_dict()["reducer"]["residuals"]
     options: dict[str, Any] = {"width": 1, "init_sync": False, "ranks": ranks}
     swap_strategy(state, lambda former: Pipelined(model, optimizer, successor_of=former, **options), same_codec=False)
     before = model.weight.detach().clone()

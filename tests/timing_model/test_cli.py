@@ -226,29 +226,6 @@ def test_codecs_that_cost_accuracy_are_searched_when_all_are_asked_for(capsys: p
     assert names[2] == {"sign", "fp32"}  # a parameter server has no codec
 
 
-@pytest.mark.parametrize(
-    ("former", "current"),
-    [
-        ("--strategy ps-sync --server-placement own", "--strategy ps-sync --server-placement dedicated"),
-        ("--strategy ps-sync --server-placement=beside", "--strategy ps-sync --server-placement=colocated"),
-        ("--cards 1", "--nics 1"),
-        ("--cards=1", "--nics=1"),
-    ],
-)
-def test_former_names_work_and_say_what_they_are_called_now(
-    former: str, current: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predict", *HAND.split(), *former.split()]) == 0
-    with_former = capsys.readouterr()
-    assert main(["predict", *HAND.split(), *current.split()]) == 0
-    assert capsys.readouterr().out == with_former.out
-    assert re.fullmatch(
-        r"warning: (--cards is now --nics|--server-placement \w+ is now --server-placement \w+); "
-        r"the former name works in this version only\n",
-        with_former.err,
-    )
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """One distribution holds both packages."""
     assert said(capsys, "--version") == f"timing-model {pipesgd.__version__}\n"

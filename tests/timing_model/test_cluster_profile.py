@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.timing_model._profiles import CORRECTIONS, MLP, PROFILE
 from timing_model import ComputeTimes
 from timing_model.cluster_profile import Profile
-from timing_model.collective_time import ring_all_reduce_bytes
 from timing_model.measured import Estimate
 from timing_model.presets import ethernet
 from timing_model.simulate_messages import Network
@@ -239,35 +238,6 @@ def test_a_file_that_is_cut_or_changed_is_read_or_refused_in_a_line(
     else:
         profile.save(path)
         assert Profile.load(path) == profile
-
-
-def former(text: str) -> str:
-    """Return the text of a file in the former format, in which a ring and halving-doubling are slower by 10 %."""
-    tenth = "{value = 0.1, low = 0.05, high = 0.2}"
-    text = text.replace("format = 6", "format = 5").replace("late_handovers]", "comm_slowdowns]")
-    text = re.sub(r"^processor_share = .*\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^late_handover = .*$", f"comm_slowdown = {tenth}", text, flags=re.MULTILINE)
-    return re.sub(r"(comm_slowdowns\]\nhalving-doubling = ).*", rf"\g<1>{tenth}", text)
-
-
-def test_a_file_of_the_former_format_is_read_and_its_shares_of_an_all_reduce_are_times(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.toml"
-    slower = dataclasses.replace(PROFILE.link, beta=PROFILE.link.beta.times(2))
-    dataclasses.replace(PROFILE, links={"halving-doubling": slower}).save(path)
-    path.write_text(former(path.read_text()))
-    [compute] = Profile.load(path).compute
-    on_wire = ring_all_reduce_bytes(4 * MLP.numel, 4) * PROFILE.link.beta.value
-    late = compute.late_handover
-    for end, share in (("value", 0.1), ("low", 0.05), ("high", 0.2)):
-        assert getattr(late, end) == pytest.approx(getattr(MLP.handover, end) + share * on_wire)
-    assert compute.late_handovers["halving-doubling"].value == pytest.approx(MLP.handover.value + 0.2 * on_wire)
-    unlike = ("processor_share", "late_handover", "late_handovers")
-    same = {name: getattr(MLP, name) for name in unlike}
-    assert compute.processor_share == 1.0
-    assert dataclasses.replace(compute, **same) == MLP
-    path.write_text(path.read_text().replace("comm_slowdown = {value = 0.1", "comm_slowdown = {value = 0.9"))
-    with pytest.raises(ValueError, match=r"compute\[0\].comm_slowdown.high must be a number from 0.9"):
-        Profile.load(path)
 
 
 HAND = """
