@@ -48,14 +48,6 @@ class Cut:
         _check_max_norm(model, parameters)
         return cls(model, optimizer, into, parameters, exchanges, [], identities)._in_buckets()
 
-    def again(self) -> Self:
-        """Return the parameters that are trained now, with the choices of exchanges made so far.
-
-        Raises:
-            UserInputError: as ``of``.
-        """
-        return self.of(self.model, self.optimizer, self.into, self.exchanges.again())
-
     def with_choices(self, choices: Mapping[int, str]) -> Self:
         """Return the same parameters with these choices of exchanges."""
         return dataclasses.replace(self, exchanges=self.exchanges.again(choices))._in_buckets()

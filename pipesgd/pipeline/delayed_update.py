@@ -72,8 +72,11 @@ class DelayedUpdate:
         self._optimizer = optimizer
         self._clip = clip
         self._replica = replica or Replica()
-        self._written = written
-        self.follow(parameters)
+        self._prediction = make_prediction(self._kind, parameters, optimizer, clip)
+        self._prediction.add_up = self._replica.add_up
+        self._prediction.weights.exchanged = self._replica.gather_again
+        self._prediction.weights.notices.tell = written
+        self._parameters = parameters
 
     @property
     def weights(self) -> SwappedWeights:
@@ -99,18 +102,6 @@ class DelayedUpdate:
     def nbytes(self) -> int:
         """Memory in bytes that the prediction holds, besides what it keeps of gradients in flight."""
         return self._prediction.nbytes
-
-    def follow(self, parameters: Sequence[Tensor]) -> None:
-        """Update these parameters from now on; no gradient may be in flight. The prediction starts again.
-
-        Raises:
-            UserInputError: the optimizer cannot be copied for the prediction.
-        """
-        self._prediction = make_prediction(self._kind, parameters, self._optimizer, self._clip)
-        self._prediction.add_up = self._replica.add_up
-        self._prediction.weights.exchanged = self._replica.gather_again
-        self._prediction.weights.notices.tell = self._written
-        self._parameters = parameters
 
     def width_after(self, iterations: int) -> int:
         """Return the width at which gradients are applied after this number of iterations has been handed over."""

@@ -61,9 +61,6 @@ class Replica:
                     f"none, and {_name(model, parameter)} on {_on(parameter)}"
                 )
 
-    def follow(self, parameters: Sequence[Tensor]) -> None:
-        """Expect gradients of these parameters, which ``check`` accepts, from now on."""
-
     def share(self, model: nn.Module, also: Sequence[Tensor]) -> None:
         """Give all members the first one's values of what is not sharded of ``model``'s parameters and buffers, and of
         the tensors in ``also``."""
@@ -176,13 +173,10 @@ class Island(Replica):
         for _ in range(2):  # one for the main thread, one for the communication thread
             self._sums.append(_Sums(self._ranks))
         self._in_main, self._in_thread = self._sums
-        self.follow(self._parameters)
-
-    def follow(self, parameters: Sequence[Tensor]) -> None:
-        own = [place(parameter) for parameter in parameters]
+        own = [place(parameter) for parameter in self._parameters]
         before = self._ranks.all_gather_object("places of shards", own)[: self._ranks.rank]
         self._counts = [all(places[index] != one for places in before) for index, one in enumerate(own)]
-        self._not_compared = {id(one) for one in parameters if not sharded_dimensions(one)}
+        self._not_compared = {id(one) for one in self._parameters if not sharded_dimensions(one)}
 
     def share(self, model: nn.Module, also: Sequence[Tensor]) -> None:
         tensors = (*model.parameters(), *model.buffers(), *also)
@@ -211,7 +205,7 @@ class Island(Replica):
             if members * squares > (1 + ALIKE**2) * total**2:
                 raise UserInputError(
                     "gradients of what members of an island hold alike must be the same on all of them, from the same "
-                    "samples, random numbers and values of added parameters; got others of "
+                    "samples and random numbers; got others of "
                     f"{_name(self._model, parameter)} in the first step"
                 )
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.codecs.base import OwnCodec
@@ -47,8 +47,8 @@ from pipesgd.optim.step import (
     OwnSteps,
     check_copies_gradients,
     check_not_schedule_free,
+    check_unchanged,
     drop_gradients,
-    drop_gradients_of_frozen,
     held_parameters,
     set_aside_gradients,
 )
@@ -415,9 +415,8 @@ class Pipelined(Strategy):
             CommunicationError: a rank was lost, or silent for longer than the timeout.
             OutOfStepError: another rank is in a different call or iteration.
             NonFiniteGradientError: the gradient that is due holds a NaN or an infinity. It is dropped.
-            UserInputError: the pipeline was closed, parameters were frozen, unfrozen or added while gradients were in
-                flight, gradients were added after their bucket had left, or were computed in evaluation mode.
-            DisagreementError: the parameters that are trained now are not the same on all ranks.
+            UserInputError: the pipeline was closed, parameters were frozen, unfrozen or added, gradients were added
+                after their bucket had left, or were computed in evaluation mode.
 
         After an error, the parameters hold the true weights. No gradient is lost: after an interruption (Ctrl-C, a
         signal) all gradients that were not applied are still in flight, also in ``state_dict``.
@@ -425,11 +424,11 @@ class Pipelined(Strategy):
         self.check_usable()
         self._leaving.check_taken()
         self.check_gradients()
-        self._follow_parameters()
+        check_unchanged(self._optimizer, self._cut.identities, "a pipeline")
         return self.exchange()
 
     def exchange(self) -> StepReport:
-        """Do what ``step`` does, with the parameters of the step before.
+        """Do what ``step`` does, without its checks.
 
         It may be called within ``whole``: what that does is done once the gradients are handed over.
         """
@@ -752,38 +751,6 @@ class Pipelined(Strategy):
         """The ranks that exchange gradients and, with islands, the members of this rank's island."""
         return [self._ranks, *self._replica.members]
 
-    def _follow_parameters(self) -> None:
-        """Train the optimizer's present parameters, if some were frozen, unfrozen or added. Collective in that case."""
-        if self._cut.is_present:
-            return
-        self._check_whole("requires_grad_ and add_param_group")
-        if self._in_flight:
-            raise UserInputError(
-                "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
-            )
-        self._meet("change of parameters", lambda: None).result()
-        new = self._ranks.raise_together("buckets", self._changed_cut)
-        try:
-            check_same_training(self.all_ranks, self._settings, new)
-            self._updates.follow(new.parameters)
-            self._replica.follow(new.parameters)
-            self._agreement.missed = []
-            self._begin(new)
-            drop_gradients_of_frozen(self._optimizer)
-            self._replica.share(nn.Module(), new.parameters)
-            share_rank_0s_values(nn.Module(), new.parameters, self._ranks.rank, self._sum_in("change of parameters"))
-        except BaseException as error:  # this rank has other parameters than the rest
-            self.fail(error)
-            raise
-
-    def _changed_cut(self) -> Cut:
-        """Return the parameters that are trained now, which must pass the constructor's checks, too."""
-        cut = self._cut.again()
-        self._replica.check(self.module, cut.parameters)
-        check_reducer(self._codec_options, self._optimizer, cut.parameters, self._settings["seed"])
-        self._loss_scale.check(cut.parameters)
-        return cut
-
     def _begin(self, cut: Cut) -> None:
         """Exchange the buckets of ``cut`` from now on. Nothing is in flight."""
         self._summing.rearrange(self._cut, cut)
@@ -810,7 +777,7 @@ class Pipelined(Strategy):
         return self._summing.meet(call, self.iteration, job)
 
     def _leave(self) -> bool:
-        """Let the next bucket leave during the backward pass, unless the next step must follow other parameters."""
+        """Let the next bucket leave during the backward pass, unless the next step refuses the parameters."""
         self.check_usable()
         self.check_gradients(new=True)
         # Only the first bucket asks: parameters do not change between the buckets of one backward pass.

@@ -507,22 +507,6 @@ def test_many_calls_in_few_bits_pass_although_some_values_have_no_gradient() -> 
     assert _check(layer, hooks) == [NOT_THE_PRODUCT]
 
 
-@pytest.mark.parametrize("reduce", ["factors", "auto"])
-def test_a_layer_that_is_frozen_at_first_is_followed_once_it_is_trained(reduce: str) -> None:
-    model = _mixed()
-    model.first.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Pipelined(model, optimizer, width=1, reduce=reduce) as pipeline:
-        for trained in (False, True):
-            assert not model.first.weight.requires_grad, "it stays frozen"
-            model.first.requires_grad_(trained)
-            before = model.first.weight.detach().clone()
-            model(X).square().mean().backward()
-            assert pipeline.step().applied
-            assert torch.equal(before, model.first.weight) != trained
-        assert list(pipeline.exchanges) == ["first.weight", "twice.weight", "last.weight"]
-
-
 def test_other_gradients_of_the_weight_are_noticed() -> None:
     def penalty(model: Mixed) -> None:
         (model(X).square().sum() + 1e-2 * model.first.weight.square().sum()).backward()
@@ -869,34 +853,6 @@ def test_a_state_dict_continues_bit_for_bit_and_byte_for_byte(width: int, reduce
     for hashes, resumed, exchanges in run_ranks(2, _resume, width, reduce):
         assert resumed == hashes
         assert "factors" in exchanges.values()
-
-
-def _frozen_in_turns(ranks: Ranks) -> list[str]:
-    """Freeze a linear layer, then everything else, then nothing, and train in between."""
-    model = _mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    hashes = []
-    with Pipelined(model, optimizer, width=2, codec="int4", reduce="factors", ranks=ranks) as pipeline:
-        for phase, (first, others) in enumerate([(True, True), (False, True), (True, False), (True, True)]):
-            pipeline.flush()
-            model.requires_grad_(others)
-            model.first.requires_grad_(first)
-            before = model.first.weight.detach().clone()
-            for iteration in range(3):
-                numbers = torch.Generator().manual_seed(100 * phase + 10 * iteration + ranks.rank)
-                model(torch.randn(2, 3, 6, generator=numbers)).square().mean().backward()
-                pipeline.step()
-            pipeline.flush()
-            hashes.append(weights_sha256(model))
-            assert torch.equal(before, model.first.weight) != first
-    return hashes
-
-
-@pytest.mark.slow
-def test_the_pipeline_follows_linear_layers_and_others_that_are_frozen() -> None:
-    one, other = run_ranks(2, _frozen_in_turns)
-    assert one == other
-    assert len(set(one)) == 4
 
 
 def _refusal(ranks: Ranks, **options: Any) -> str:

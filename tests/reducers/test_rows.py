@@ -482,38 +482,6 @@ def test_sparse_gradients_are_scaled_clipped_and_skipped_as_dense_ones() -> None
     assert sparse[0][1] == 4.0
 
 
-def _frozen_in_turns(ranks: Ranks) -> list[str]:
-    """Freeze the embeddings, then everything else, then nothing, and train in between."""
-    model = _tagger()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    hashes = []
-    with Pipelined(model, optimizer, width=2, codec="int4", reduce="rows", ranks=ranks) as pipeline:
-        for phase, (rows, others) in enumerate([(True, True), (False, True), (True, False), (True, True)]):
-            pipeline.flush()
-            for parameter in model.parameters():
-                parameter.requires_grad_(others)
-            for embedding in (model.symbols, model.places):
-                embedding.requires_grad_(rows)
-            before = model.symbols.weight.detach().clone()
-            for iteration in range(3):
-                generator = torch.Generator().manual_seed(100 * phase + 10 * iteration + ranks.rank)
-                model(torch.randint(40, (3, 4), generator=generator)).square().sum().backward()
-                pipeline.step()
-            pipeline.flush()
-            hashes.append(weights_sha256(model))
-            assert torch.equal(before, model.symbols.weight) != rows
-        kept = pipeline.state_dict()["reducer"]["residuals"]
-        assert [residual.numel() for residual in kept] == [4 * 6 + 6 * 6 + 6], "none for rows, which leave nothing out"
-    return hashes
-
-
-@pytest.mark.slow
-def test_the_pipeline_follows_embeddings_and_others_that_are_frozen() -> None:
-    one, other = run_ranks(2, _frozen_in_turns)
-    assert one == other
-    assert len(set(one)) == 4
-
-
 WHOLE = ("places.weight", "hidden.weight")
 """Weights that could be exchanged otherwise, but would send more."""
 
@@ -582,49 +550,10 @@ def test_no_choice_is_made_before_the_first_step_and_a_state_brings_its_own() ->
         assert pipeline.exchanges == {}
 
 
-def test_the_choice_of_an_embedding_that_is_frozen_is_part_of_a_state() -> None:
-    """One rank would choose matrices when the embedding is unfrozen."""
-    model = nn.Sequential(nn.Embedding(6, 2), nn.Linear(2, 1))
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="auto") as pipeline:
-
-        def step(*, trained: bool) -> None:
-            model[0].requires_grad_(trained)
-            model(torch.tensor([1])).sum().backward()
-            pipeline.step()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipesgd.pipeline.exchanges.sends_less", lambda *_: True)
-            step(trained=True)
-        step(trained=False)
-        pipeline.load_state_dict(pipeline.state_dict())
-        step(trained=True)
-        assert pipeline.exchanges == {"0.weight": "rows", "1.weight": "factors"}
-
-
 def test_buckets_must_be_enough_whatever_is_chosen() -> None:
     model = _tagger()
     with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 2; got 3"):
         Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce="auto", buckets=3)
-
-
-def test_buckets_must_be_enough_whatever_is_chosen_of_embeddings_that_are_unfrozen_later() -> None:
-    model = nn.ModuleList([nn.Embedding(6, 2), nn.Embedding(6, 2), nn.LayerNorm(2, bias=False), nn.LayerNorm(2)])
-    model[:2].requires_grad_(False)
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="auto", buckets=2) as pipeline:
-
-        def backward() -> None:
-            symbol = torch.tensor([1])
-            model[3](model[2](model[0](symbol) + model[1](symbol))).sum().backward()
-
-        backward()
-        pipeline.step()
-        model[:2].requires_grad_(True)
-        model[3].requires_grad_(False)
-        backward()
-        with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 1; got 2"):
-            pipeline.step()
-        model[3].requires_grad_(True)
-        assert pipeline.step().applied == (1,)
 
 
 @given(
