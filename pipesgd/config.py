@@ -291,8 +291,6 @@ class TrainConfig:
             (replicas is not None and strategy in ("local", "ps-async", "easgd-async"),
              f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "
              f"got {replicas}"),
-            (replicas is not None and pipeline.allow_drift,
-             f"check-replicas must be left out with --allow-drift, which lets replicas differ; got {replicas}"),
         )  # fmt: skip
 
     def _check_late(self) -> None:
@@ -409,9 +407,9 @@ FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
     "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace",
 }  # fmt: skip
-"""Options that may change when a run is resumed, since no weight depends on them. With --allow-drift, weights do
-depend on the intervals of checkpoints, at which all ranks get rank 0's; and on --loader-workers where samples that are
-read by iteration draw random numbers. Such a run is not promised the same bits."""
+"""Options that may change when a run is resumed, since no weight depends on them; but where samples that are
+read by iteration draw random numbers, weights depend on --loader-workers, and such a run is not promised the same bits.
+"""
 
 
 def differing_options(one: dict[str, Any], other: dict[str, Any], *, free: frozenset[str]) -> list[str]:

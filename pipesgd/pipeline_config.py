@@ -226,10 +226,6 @@ class PipelineConfig:
     guard: bool = option(False, read_by=PIPELINED)
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness. Width 1
     needs none."""
-    allow_drift: bool = option(False, read_by=PIPELINED)
-    """Train on processors that compute different bits, such as ARM with x86, which is refused by default: replicas
-    drift apart by rounding errors, and get rank 0's weights at every evaluation and checkpoint, so that the trained
-    weights depend on --checkpoint-seconds or --checkpoint-iterations."""
     buffers: str = option("average", choices=BUFFERS)
     """Buffers (batch norm's statistics) in evaluations and in the trained model: average (their mean over ranks),
     rank-0 (rank 0's), or own (each rank's). Between evaluations, every rank updates its own."""

@@ -104,7 +104,6 @@ def _pipeline_options(config: TrainConfig, scaler: torch.amp.GradScaler, ranks: 
     return {
         "width": pipeline.width,
         "warmup_iterations": pipeline.warmup_iterations,
-        "allow_drift": pipeline.allow_drift,
         "clip_norm": config.optimization.clip_norm,
         "clip_value": config.optimization.clip_value,
         "scaler": scaler,

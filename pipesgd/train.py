@@ -86,11 +86,6 @@ OTHER_DATA = (
     "up to iteration {total}, as it began, and is not what it would have been without the interruption"
 )
 
-DRIFTS = (
-    "warning: the ranks' processors compute different bits, so replicas drift apart: all get rank 0's weights at every "
-    "evaluation and checkpoint (--allow-drift)"
-)
-
 
 def train(argv: Sequence[str], ranks: Ranks, console: Screen) -> None:
     """Run one training on this rank.
@@ -321,8 +316,6 @@ class Run:
             self._recorders.append(writer)
             bar = ProgressBar(job.console, total=job.iterations, start=self.start)
             self._recorders.append(self._stack.enter_context(bar))
-        if self.strategy.drifts:
-            job.say(DRIFTS)
         # Pushed last, so it runs first: the others must not take this rank for dead while it closes the rest.
         self._stack.push(functools.partial(report_failure, ranks))
         self.plan.begin(self.start)
@@ -385,7 +378,6 @@ class Run:
         evaluation = None
         if (iteration + 1) % (job.config.run.evaluate_iterations or per_epoch) == 0 and iteration + 1 < job.iterations:
             ranks.enter("evaluation")
-            self.strategy.share_weights()
             evaluation = self._evaluate()
         return IterationMetrics(
             iteration=iteration,
@@ -452,7 +444,6 @@ class Run:
 
     def save_checkpoint(self, done: int) -> bool:
         """Write the checkpoint of ``done`` iterations on all ranks together; return False if one of them could not."""
-        self.strategy.share_weights()
         self.job.ranks.enter("checkpoint")
         for recorder in self._recorders:
             recorder.flush()
@@ -469,7 +460,6 @@ class Run:
         job.ranks.enter("last all-reduce", waiting=True)
         report = self.strategy.flush()
         self._take_note(report, job.iterations - 1)
-        self.strategy.share_weights()
         job.ranks.enter("evaluation")
         hashes = hashes_of_ranks(job.model, workers)
         if self.strategy.replicated:

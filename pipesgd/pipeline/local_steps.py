@@ -354,7 +354,6 @@ class LocalSteps(Strategy):
         except BaseException:
             self._inner.loss_scale.leave()
             raise
-        self.drifts = self._pipeline.drifts
         self._window = Window(self._inner.parameters, lambda: self._pipeline.weights, pull)
         self._own_steps = OwnSteps(optimizer)
         self._own_steps.refuse_others()
@@ -419,10 +418,6 @@ class LocalSteps(Strategy):
         """Make the model hold the outer weights while the context is open; changes then are kept."""
         with self._pipeline.true_weights():
             yield
-
-    def share_weights(self) -> None:
-        """Give all ranks rank 0's outer weights, if replicas drift. Collective."""
-        self._pipeline.share_weights()
 
     def combine_buffers(self, how: str = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""

@@ -62,7 +62,7 @@ from pipesgd.pipeline.islands import replica_of
 from pipesgd.pipeline.optimizer_state import share_rank_0s_state
 from pipesgd.pipeline.packing import Packing
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
-from pipesgd.pipeline.sameness import check_same_training, compute_alike, plain
+from pipesgd.pipeline.sameness import check_compute_alike, check_same_training, plain
 from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsiders, warn_of_write
 from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
@@ -153,9 +153,6 @@ class Pipelined(Strategy):
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
         init_sync: whether all ranks get rank 0's parameters, buffers and optimizer state; without it they must have the
             same parameters and the same state already, and buffers stay each rank's own.
-        allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
-            are refused by default. ``share_weights`` then makes the replicas equal again: call it before weights are
-            saved.
         ranks: the ranks to work with; by default those of ``process_group``.
         process_group: the group of torch.distributed whose ranks train this model together; the job's other ranks may
             train another one at the same time. By default torch's default group, which is started from torchrun's
@@ -167,7 +164,7 @@ class Pipelined(Strategy):
         mesh: a device mesh of torch.distributed whose first dimension is the one between islands; the parameters are
             DTensors, split over the other dimensions. Each rank exchanges its shards with the ranks that have the same
             place in other islands (``pipesgd.pipeline.islands``). topk, powersgd, every ``reduce`` but "matrix",
-            ``allow_drift``, ``ranks``, ``process_group`` and optimizers that need whole matrices are refused.
+            ``ranks``, ``process_group`` and optimizers that need whole matrices are refused.
 
     Raises:
         UserInputError: a value out of range, an optimizer without a parameter to train, or a ``process_group`` without
@@ -205,7 +202,6 @@ class Pipelined(Strategy):
         in_turns: bool = False,
         seed: int = 0,
         init_sync: bool = True,
-        allow_drift: bool = False,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
         successor_of: Pipelined | None = None,
@@ -238,7 +234,6 @@ class Pipelined(Strategy):
             refused={
                 f"codec {options.codec}": options.codec in ("topk", "powersgd"),
                 f"reduce {reduce}": reduce != "matrix",
-                "allow_drift": allow_drift,
                 "ranks or process_group": ranks is not None or process_group is not None,
                 "successor_of": successor_of is not None,
             },
@@ -300,7 +295,6 @@ class Pipelined(Strategy):
             "in_turns": in_turns,
             "seed": seed,
             "init_sync": init_sync,
-            "allow_drift": allow_drift,
             "device": device.type,
             "mesh": plain(self._replica.shape),
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
@@ -309,9 +303,7 @@ class Pipelined(Strategy):
         self._replica.join(self._ranks)
         if successor_of is None:
             check_same_training(self.all_ranks, self._settings, self._cut)
-            self.drifts = not compute_alike(self.all_ranks, optimizer, clip, reduce, options.codec, allow_drift)
-        else:
-            self.drifts = successor_of.drifts
+            check_compute_alike(self.all_ranks, optimizer, clip, reduce, options.codec)
         wanted: dict[str, Any] = {
             "timeout": self._ranks.timeout if timeout is None else timeout,
             "segment_bytes": segment_bytes,
@@ -498,18 +490,6 @@ class Pipelined(Strategy):
         with self._updates.weights.held_true():
             yield
 
-    def share_weights(self) -> None:
-        """Give all ranks rank 0's true weights and optimizer state, if replicas drift. Collective."""
-        if not self.drifts:
-            return
-        self._check_whole("share_weights")
-        device = self._parameters[0].device
-        values = [value for of in self._optimizer.state.values() if isinstance(of, dict) for value in of.values()]
-        state = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.device == device]
-        with self.true_weights():
-            tensors = [*self._parameters, *state]
-            share_rank_0s_values(torch.nn.Module(), tensors, self._ranks.rank, self._sum_in("share_weights"))
-
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Let backward passes add up, and no bucket leave, while the context is open. Without ``buckets`` gradients are
         sent only in ``step``, and backward passes before it add up anyway."""
@@ -678,9 +658,8 @@ class Pipelined(Strategy):
             raise failure
 
     def check_replicas(self) -> None:
-        """Raise ``ReplicasDivergedError`` if the ranks hold different weights, unless they may drift. Collective."""
-        if not self.drifts:
-            check_same_weights(self.module, self._parameters, self._ranks)
+        """Raise ``ReplicasDivergedError`` if the ranks hold different weights. Collective."""
+        check_same_weights(self.module, self._parameters, self._ranks)
 
     def leave(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> Connections | None:
         """Close, and leave the connections to a successor if they are of this all-reduce and as ``wanted``.

@@ -42,7 +42,6 @@ PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     "in_turns": (({}, {"in_turns": True}), "in_turns must"),
     "seed": (({}, {"seed": 1}), "seed must"),
     "init_sync": (({}, {"init_sync": False}), "init_sync must"),
-    "allow_drift": (({}, {"allow_drift": True}), "allow_drift must"),
     "on_nonfinite": (({}, {"on_nonfinite": "skip"}), "on_nonfinite must"),
     "scaler": (({}, {"scaler": torch.amp.GradScaler("cpu")}), "scaler must"),
 }
