@@ -7,10 +7,10 @@ with an embedding of 100,000 rows (rows), whose words are drawn uniformly, so th
 batch. All contenders train a copy of the same model on the same batches, which are already in memory. Their gradients
 are real ones, since factors must be those of the gradient; each rank has an emulated accelerator, whose pass takes at
 least as long as the title says, so that the cores are left to the network. Multiplying the factors of all ranks is not
-emulated: four ranks do it on two cores. loops_on_links.py says how the loops are timed, in steady blocks. "auto" has
-chosen in the rounds that are not timed. "sent" is what rank 0 has sent in an iteration, and "wire" the time of these
-bytes on its link, headers included. "predicted" is what a run with these options would be told before it begins, by a
-calibration of the same ranks before the loops.
+emulated: four ranks do it on two cores. loops_on_links.py says how the loops are timed, in steady blocks. "auto" is
+chosen as by ``--reduce auto``, by shapes and the batch. "sent" is what rank 0 has sent in an iteration, and "wire" the
+time of these bytes on its link, headers included. "predicted" is what a run with these options would be told before it
+begins, by a calibration of the same ranks before the loops.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ from experiments.loops_on_links import Effort, measure, on_testbed, show, show_v
 from experiments.results import Row, save
 from pipesgd.calibration.measure import measure as calibrate
 from pipesgd.cli import parse
+from pipesgd.codecs.make import make_codec
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import TrainConfig
 from pipesgd.data import DataSplits, ShardedBatches, load_dataset
 from pipesgd.data.samples import Batch, BatchedDataset
+from pipesgd.pipeline.exchanges import Reduce, fewest_bytes
 from pipesgd.planning.choose import decide
 from pipesgd.planning.parts import parts_of_run
 from pipesgd.ranks import Ranks
@@ -93,6 +96,13 @@ WORKLOADS: dict[str, Workload] = {
         words=64,
     ),
 }
+
+
+def rows_of(workload: Workload) -> int:
+    """Return the rows of input of a layer on each rank in an iteration."""
+    return workload.batch_size * (workload.words if isinstance(workload, Texts) else 1)
+
+
 ACCELERATORS = {"alexnet": "400ms", "texts": "60ms"}
 PIPELINES: dict[str, dict[str, Any]] = {
     f"width {width}, {codec}, {reduce}": {"width": width, "codec": codec, "reduce": reduce}
@@ -118,13 +128,25 @@ def emulate(model: nn.Module, ranks: Ranks, accelerator: str | None) -> nn.Modul
     return accelerators.Emulated(copied, made, rank=ranks.rank)
 
 
-def make_loops(model: nn.Module, ranks: Ranks, accelerator: str | None = None) -> dict[str, Loop]:
+def exchange(model: nn.Module, rows: int, options: Mapping[str, Any], ranks: Ranks) -> Reduce:
+    """Return the exchange of gradients of these options, with ``rows`` of input of each layer on each rank."""
+    if options["reduce"] != "auto":
+        return str(options["reduce"])
+    return fewest_bytes(model, rows, make_codec(CodecOptions(codec=options["codec"])), ranks.world_size)
+
+
+def make_loops(model: nn.Module, ranks: Ranks, *, rows: int, accelerator: str | None = None) -> dict[str, Loop]:
     """Return every loop, each with a copy of ``model``, on an accelerator if its time is given. Collective."""
     emulated = partial(emulate, model, ranks, accelerator)
+
+    def piped(options: Mapping[str, Any]) -> Piped:
+        own = emulated()
+        return Piped(own, ranks, **{**options, "reduce": exchange(own, rows, options, ranks)})
+
     return {
         DDP: Plain(DistributedDataParallel(emulated())),
         DDP_FP16: Plain(DistributedDataParallel(emulated()), to_fp16),
-        **{name: Piped(emulated(), ranks, **options) for name, options in PIPELINES.items()},
+        **{name: piped(options) for name, options in PIPELINES.items()},
     }
 
 
@@ -162,7 +184,8 @@ def predictions(
     predicted = {}
     for name, options in PIPELINES.items():
         of_run = config_of(workload, options)
-        parts = parts_of_run(of_run, ranks, model, batches)
+        reduce = exchange(model, rows_of(workload), options, ranks)
+        parts = parts_of_run(of_run, ranks, model, batches, reduce)
         if found is None:
             continue
         profile = found.profile(config, model, samples=TEXTS, command=["-m experiments.reduces"])
@@ -218,7 +241,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         model, batches = emulate(workload.build(data), ranks, accelerator), workload.shards(data, ranks)
         seconds = CALIBRATION_SECONDS / (4 if arguments.quick else 1)
         told = predictions(workload, model, batches, ranks, console, seconds=seconds)
-        make = partial(make_loops, accelerator=accelerator)
+        make = partial(make_loops, rows=rows_of(workload), accelerator=accelerator)
         measure(workload, make, ranks, effort, arguments.output, known=told)
         return
     rows: list[Row] = []

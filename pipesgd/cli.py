@@ -79,7 +79,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     """Return the training that ``argv`` ask for; see ``parse_as``."""
     rest, auto = _take_autos(_prepared(argv, TrainConfig().options()))
     config = parse_as(TrainConfig, "train", rest)
-    if "width" in auto and _value_of("buckets", rest) is None and config.pipeline.reduce != AUTO:
+    if "width" in auto and _value_of("buckets", rest) is None:
         auto = tuple(name for name in AUTO_OPTIONS if name in (*auto, "buckets"))  # width 1 is compared at its best
     return dataclasses.replace(config, planning=dataclasses.replace(config.planning, auto=auto)) if auto else config
 

@@ -313,7 +313,7 @@ class TrainConfig:
         option = f"{auto[0]} auto" if auto else "cluster"
         searched = [name for name in auto if name != "fragments"]
         uncovered = f" must be left out with --{option}, since the timing model does not cover it; got "
-        kept = " must be given with --reduce auto, which chooses by it and keeps its choices; got auto"
+        chosen_by = " must be given with --reduce auto, which chooses by it; got auto"
         refuse(
             (pipeline.strategy != "pipelined",
              f"strategy must be pipelined with --{option}; got {pipeline.strategy}"),
@@ -329,8 +329,7 @@ class TrainConfig:
             (searched and pipeline.fragments > 1,
              f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights; "
              f"got {pipeline.fragments}"),
-            (pipeline.reduce == AUTO and "codec" in auto, f"codec{kept}"),
-            (pipeline.reduce == AUTO and "buckets" in auto, f"buckets{kept}"),
+            (pipeline.reduce == AUTO and "codec" in auto, f"codec{chosen_by}"),
             (self.run.device != "cpu",
              f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"),
             (kind(codec) in ("powersgd", OWN),

@@ -46,6 +46,7 @@ from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySi
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
+from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.planning.followed import FollowedPlan
 from pipesgd.planning.plan_run import plan_run, save_cluster
 from pipesgd.planning.planned import Planned
@@ -64,7 +65,7 @@ from pipesgd.run.metrics import History, IterationMetrics, MetricsWriter, statis
 from pipesgd.run.state import RunState
 from pipesgd.run.summary import Result, describe, measured_before, network_line, sum_of_finite, summarize
 from pipesgd.run.trace import Trace, loader
-from pipesgd.run.workload import agree_on_workload, check_exchange, load
+from pipesgd.run.workload import agree_on_workload, check_exchange, load, reduce_of
 from pipesgd.strategies import make_pipeline, make_strategy, serve
 from pipesgd.strategy import Span, StepReport, Strategy
 
@@ -138,6 +139,8 @@ class Job:
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
     iterations: int
+    reduce: Reduce
+    """Exchange of gradients, of each parameter with ``--reduce auto``."""
     planned: Planned | None
     """Prediction of the timing model; None if it was not asked."""
     lock: FolderLock | None
@@ -169,11 +172,17 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     total = config.optimization.iterations or (
         (config.optimization.epochs or DEFAULT_EPOCHS) * batches.iterations_per_epoch
     )
+    reduce = reduce_of(config, data, model, workers.world_size)
     earlier = output.earlier_run(config, ranks)
     chosen, planned, known = plan_run(
-        config, ranks, model, batches, console, samples=samples, iterations=total, earlier=earlier
+        config, ranks, model, batches, reduce, console, samples=samples, iterations=total, earlier=earlier
     )
-    lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None, earlier)
+    exchanges = None if isinstance(reduce, str) else reduce
+    lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None, earlier, exchanges)
+    if exchanges is not None:
+        named_exchanges = ", ".join(f"{name} by {how}" for name, how in exchanges.items())
+        none = "there is neither an embedding nor a linear layer to train"
+        say(console, f"--reduce auto: {named_exchanges or none}")
     if known is not None and config.planning.auto:
         save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
@@ -192,6 +201,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         optimizer=optimizer,
         schedule=build_schedule(optimization, optimizer, total),
         iterations=total,
+        reduce=reduce,
         planned=planned,
         lock=lock,
     )
@@ -218,7 +228,7 @@ class Run:
             model=job.model,
             optimizer=job.optimizer,
             schedule=job.schedule,
-            strategy=make_strategy(config, job.model, job.optimizer, self.scaler, job.ranks),
+            strategy=make_strategy(config, job.model, job.optimizer, self.scaler, job.ranks, job.reduce),
             losses=self.losses,
         )
         self.plan = FollowedPlan(
@@ -228,7 +238,14 @@ class Run:
             job.console,
             self.state,
             lambda config, former: make_pipeline(
-                config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False, successor_of=former
+                config,
+                job.model,
+                job.optimizer,
+                self.scaler,
+                job.ranks,
+                job.reduce,
+                init_sync=False,
+                successor_of=former,
             ),
         )
         self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
@@ -326,8 +343,6 @@ class Run:
         self._begin = self._last - self.state.seconds
         farewell = ranks.standing.farewell
         farewell.open(members=job.workers.world_size, start=self.start, seconds=config.run.farewell_seconds)
-        if self.start > 0:
-            self.plan.report_exchanges()
         for iteration in range(self.start, job.iterations):
             if farewell.is_due(iteration):
                 raise say_farewell(ranks, iteration, self.save_checkpoint)
@@ -335,8 +350,6 @@ class Run:
             flushed = self.plan.follow(iteration)
             self._last += time.perf_counter() - decision  # neither decisions nor changes are a part of the iteration
             metrics = self._iterate(iteration, samples, flushed)
-            if iteration == 0:
-                self.plan.report_exchanges()
             done = iteration + 1
             for recorder in self._recorders:
                 recorder.record(metrics)

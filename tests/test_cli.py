@@ -376,7 +376,7 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--reduce auto --codec auto",
-            "codec must be given with --reduce auto, which chooses by it and keeps its choices; got auto",
+            "codec must be given with --reduce auto, which chooses by it; got auto",
         ),
         (
             "--all-reduce native --connections 2",

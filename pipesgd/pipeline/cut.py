@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from pipesgd.codecs.base import Codec
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import check_dense
 from pipesgd.optim.step import trainable_identities, trainable_parameters
 from pipesgd.pipeline.buckets import bucket_indices
-from pipesgd.pipeline.exchanges import Exchanges, pieces_of
-from pipesgd.pipeline.factor_hooks import FactorHooks
-from pipesgd.ranks import Ranks
+from pipesgd.pipeline.exchanges import Exchanges
 
 
 @dataclass(frozen=True)
@@ -46,29 +42,8 @@ class Cut:
         """
         parameters, identities = trainable_parameters(optimizer), trainable_identities(optimizer)
         _check_max_norm(model, parameters)
-        return cls(model, optimizer, into, parameters, exchanges, [], identities)._in_buckets()
-
-    def with_choices(self, choices: Mapping[int, str]) -> Self:
-        """Return the same parameters with these choices of exchanges."""
-        return dataclasses.replace(self, exchanges=self.exchanges.again(choices))._in_buckets()
-
-    def chosen(self, ranks: Ranks, hooks: FactorHooks, scale: float, codec: Codec) -> Self:
-        """Return the same parameters, with exchanges chosen by their gradients for the undecided ones. Collective.
-
-        ``hooks`` keep the factors of the gradients, ``scale`` is their loss scale, and ``codec`` that of whole ones.
-        """
-        undecided, exchanges = self.undecided, self.exchanges.again()
-        own = [pieces_of(one, exchanges.kinds[id(one)], hooks, scale) for one in undecided]
-        of_ranks = ranks.all_gather_object("sizes of gradients", own)
-        for parameter, counts in zip(undecided, zip(*of_ranks, strict=True), strict=True):
-            exchanges.choose(parameter, counts, codec, ranks.world_size)
-        return self.with_choices(exchanges.choices)
-
-    def _in_buckets(self) -> Self:
-        if self.exchanges.reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
-            bucket_indices(self.model, self.parameters, self.into, [self.exchanges.possible()])
-        indices = bucket_indices(self.model, self.parameters, self.into, self.exchanges.apart())
-        return dataclasses.replace(self, indices=indices)
+        indices = bucket_indices(model, parameters, into, exchanges.apart())
+        return cls(model, optimizer, into, parameters, exchanges, indices, identities)
 
     @property
     def buckets(self) -> list[list[Tensor]]:
@@ -80,24 +55,14 @@ class Cut:
         """Parameters of the buckets whose gradients are exchanged whole."""
         return [bucket for number, bucket in enumerate(self.buckets) if self.exchange_of(number) == "matrix"]
 
-    @property
-    def undecided(self) -> list[Tensor]:
-        """Parameters whose exchange is still to be chosen."""
-        return self.exchanges.undecided(self.parameters)
-
     def exchange_of(self, number: int) -> str:
         """Return how the gradients of this bucket are exchanged."""
         return self.exchanges.of(self.parameters[self.indices[number][0]])
 
     def check_dense(self, indices: Sequence[int]) -> None:
-        """Refuse sparse gradients of these parameters, except of embeddings that may be exchanged by rows."""
+        """Refuse sparse gradients of these parameters, except of embeddings that are exchanged by rows."""
         parameters = [self.parameters[index] for index in indices]
-        check_dense([one for one in parameters if self.exchanges.kinds.get(id(one)) != "rows"])
-
-    @property
-    def is_present(self) -> bool:
-        """True if the optimizer still trains these parameters."""
-        return trainable_identities(self.optimizer) == self.identities
+        check_dense([one for one in parameters if self.exchanges.of(one) != "rows"])
 
 
 def _check_max_norm(model: nn.Module, parameters: Sequence[Tensor]) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.codecs.base import OwnCodec
-from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
@@ -49,13 +48,14 @@ from pipesgd.optim.step import (
     check_not_schedule_free,
     check_unchanged,
     drop_gradients,
-    held_parameters,
     set_aside_gradients,
+    trainable_identities,
 )
 from pipesgd.pipeline.buckets import BackwardHooks
 from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
-from pipesgd.pipeline.exchanges import Exchanges
+from pipesgd.pipeline.exchanges import WHOLE as WHOLE_GRADIENTS
+from pipesgd.pipeline.exchanges import Exchanges, Reduce, words_of
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
 from pipesgd.pipeline.islands import replica_of
@@ -141,13 +141,14 @@ class Pipelined(Strategy):
         buckets: number of buckets of about equal size in which the gradient leaves while the backward pass runs, or the
             largest size of one, such as "1MiB". By default 1: the whole gradient leaves in ``step``. With more, every
             backward pass outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
-        reduce: exchange of gradients: "matrix" sums them whole. "rows" gathers, of embeddings' gradients, the rows that
-            are not zero (``pipesgd.reducers.rows``). "factors" gathers, for linear layers' weights, the inputs and the
-            output gradients of the batch, and multiplies those of all ranks (``pipesgd.reducers.factors``). Such a
-            weight may be used nowhere else, and nothing but a backward pass may change its ``.grad``. Both are exact
-            and uncompressed, and all other gradients are summed whole. "auto" chooses for each embedding and linear
-            layer, by the first gradients, what sends fewer bytes (``exchanges``). With "rows" and "auto", embeddings
-            may be sparse. Topk, powersgd, all-reduce native and GPUs are refused, except with "matrix".
+        reduce: exchange of gradients: of all parameters for which it is made, or a mapping from the names of
+            parameters to the exchange of each. "matrix" sums gradients whole. "rows" gathers, of embeddings'
+            gradients, the rows that are not zero (``pipesgd.reducers.rows``). "factors" gathers, for linear layers'
+            weights, the inputs and the output gradients of the batch, and multiplies those of all ranks
+            (``pipesgd.reducers.factors``). Such a weight may be used nowhere else, and nothing but a backward pass may
+            change its ``.grad``. Both are exact and uncompressed, and all other gradients are summed whole. Embeddings
+            that are exchanged by rows may be sparse. Topk, powersgd, all-reduce native and GPUs are refused, except
+            with "matrix". ``pipesgd.pipeline.exchanges.fewest_bytes`` says what sends fewer bytes.
         in_turns: whether a step sums one bucket alone, in turns, in which case no other parameter may have a gradient;
             only ``LocalSteps`` has a use for that.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
@@ -198,7 +199,7 @@ class Pipelined(Strategy):
         connections: int = 1,
         rate_limit: str | None = None,
         buckets: int | str = 1,
-        reduce: str = "matrix",
+        reduce: Reduce = "matrix",
         in_turns: bool = False,
         seed: int = 0,
         init_sync: bool = True,
@@ -221,11 +222,10 @@ class Pipelined(Strategy):
         self.module = model
         """Model that is trained."""
         self._optimizer = optimizer
-        # A successor keeps the choices, since the first gradients, by which they are made, are not its own.
-        choices = None if successor_of is None else successor_of._cut.exchanges.choices
-        self._cut: Cut = Cut.of(model, optimizer, str(buckets), Exchanges(model, reduce, choices))
+        exchanges = Exchanges(model, reduce)
+        self._cut: Cut = Cut.of(model, optimizer, str(buckets), exchanges)
         device = self._parameters[0].device
-        check_reduce(reduce, options.codec, name, device.type)
+        check_reduce(words_of(reduce) if exchanges.gathered else WHOLE_GRADIENTS, options.codec, name, device.type)
         self._replica = replica_of(
             mesh,
             model,
@@ -233,12 +233,13 @@ class Pipelined(Strategy):
             optimizer,
             refused={
                 f"codec {options.codec}": options.codec in ("topk", "powersgd"),
-                f"reduce {reduce}": reduce != "matrix",
+                f"reduce {words_of(reduce)}": bool(exchanges.gathered),
                 "ranks or process_group": ranks is not None or process_group is not None,
                 "successor_of": successor_of is not None,
             },
         )
-        check_eligible(reduce, model, self._parameters)
+        if isinstance(reduce, str):
+            check_eligible(reduce, model, self._parameters)
         self._codec_options = options
         self._in_turns = in_turns
         self._turn = 0
@@ -261,8 +262,8 @@ class Pipelined(Strategy):
         self.replicated = True
         self._agreement = Agreement()
         self._loss_scale = LossScale(scaler, self._parameters)
-        self._factor_hooks = FactorHooks(model, self._loss_scale)
-        self._packing = Packing(self._cut, self._loss_scale, self._factor_hooks)
+        self._factor_hooks: FactorHooks | None = None
+        self._packing = Packing(self._cut, self._loss_scale)
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._error: BaseException | None = None
@@ -291,7 +292,7 @@ class Pipelined(Strategy):
             "connections": connections,
             "rate_limit": rate_limit,
             "buckets": self._cut.into,
-            "reduce": reduce,
+            "reduce": plain(exchanges.reduce),
             "in_turns": in_turns,
             "seed": seed,
             "init_sync": init_sync,
@@ -303,7 +304,7 @@ class Pipelined(Strategy):
         self._replica.join(self._ranks)
         if successor_of is None:
             check_same_training(self.all_ranks, self._settings, self._cut)
-            check_compute_alike(self.all_ranks, optimizer, clip, reduce, options.codec)
+            check_compute_alike(self.all_ranks, optimizer, clip, exchanges.gathered, options.codec)
         wanted: dict[str, Any] = {
             "timeout": self._ranks.timeout if timeout is None else timeout,
             "segment_bytes": segment_bytes,
@@ -324,7 +325,7 @@ class Pipelined(Strategy):
                 connected,
                 options,
                 buckets=len(self._cut.indices),
-                reduce=reduce,
+                gathered=exchanges.gathered,
                 seed=seed,
                 skips=self._skip_nonfinite,
             )
@@ -335,7 +336,8 @@ class Pipelined(Strategy):
             if self._updates.predicts:
                 self._hooks = TrueWeightsHooks(model, self._updates)
                 warn_of_outsiders(model, self._parameters)
-            self._factor_hooks.follow(self._cut.exchanges.by_factors())
+            if by_factors := [one for one in self._parameters if exchanges.of(one) == "factors"]:
+                self._factor_hooks = self._packing.factor_hooks = FactorHooks(model, by_factors, self._loss_scale)
             self._leaving = self._watch()
             drop_gradients(optimizer)
             self._own_steps.refuse_others()
@@ -381,8 +383,7 @@ class Pipelined(Strategy):
 
     @property
     def exchanges(self) -> dict[str, str]:
-        """Exchange, "matrix", "rows" or "factors", of each trained weight for which there is a choice, by its name;
-        empty with ``reduce="matrix"``, and with "auto" before the first step."""
+        """Exchange of each trained parameter of which ``reduce`` says one, by its name; empty with "matrix"."""
         return self._cut.exchanges.named(self._parameters)
 
     @property
@@ -427,14 +428,14 @@ class Pipelined(Strategy):
         self._cut.check_dense(range(len(self._parameters)))
         check_momentum(self._codec_options, self._optimizer)
         self._replica.check_alike(self._parameters)
-        self._choose_exchanges()
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack what has not left during the backward pass.
             outgoing = self._packing.next_outgoing(self.iteration)
             for number in range(self._leaving.left, len(self._cut.indices)):
                 self._packing.pack(outgoing, number, self._ranks.world_size)
-            self._factor_hooks.forget()
+            if self._factor_hooks is not None:
+                self._factor_hooks.forget()
             self._packing.left_out = ()
             # 2. Hand over.
             summed: Sequence[int] = [self._turn] if self._in_turns else range(len(self._cut.indices))
@@ -525,7 +526,6 @@ class Pipelined(Strategy):
         if self._packing.left_out:
             raise UserInputError("state_dict must follow the step that adds what other codecs left out; got it before")
         in_flight = [gradient.state_dict() for gradient in self._in_flight]
-        exchanges = self._cut.exchanges
         # Only now is the communication thread idle, and with it the reducer.
         return {
             "iteration": self.iteration,
@@ -533,8 +533,7 @@ class Pipelined(Strategy):
             "codec": self._codec_options.describe(),
             "buckets": self._cut.into,
             "strides": [memory_layout(parameter) for parameter in self._parameters],
-            "reduce": exchanges.reduce,
-            "choices": [exchanges.choices.get(id(one)) for one in held_parameters(self._optimizer)],
+            "reduce": self._cut.exchanges.reduce,
             "turn": self._turn,
             "in_flight": in_flight,
             "reducer": self._summing.reducer.state_dict(),
@@ -556,23 +555,11 @@ class Pipelined(Strategy):
         ):
             if (before := state[name]) != own:
                 raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {own}")
-        cut = self._cut_of(state)
-        check_layouts(state["strides"], cut.parameters)
-        check_shapes(state["agreement"]["missed"], cut.parameters)
+        check_layouts(state["strides"], self._parameters)
+        check_shapes(state["agreement"]["missed"], self._parameters)
         for gradient in state["in_flight"]:
-            check_sizes([as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(cut.buckets))
-        self._summing.reducer.check_state(state["reducer"], cut.whole_buckets)
-
-    def _cut_of(self, state: dict[str, Any]) -> Cut:
-        """Return the parameters that are trained now, with the choices of exchanges in ``state``."""
-        if self._cut.exchanges.reduce != "auto":
-            return self._cut
-        held, choices = held_parameters(self._optimizer), state["choices"]
-        if len(held) != len(choices):
-            raise UserInputError(
-                f"the optimizer's parameters must be {len(choices)}, as in the state that is loaded; got {len(held)}"
-            )
-        return self._cut.with_choices({id(one): how for one, how in zip(held, choices, strict=True) if how is not None})
+            check_sizes([as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(self.buckets))
+        self._summing.reducer.check_state(state["reducer"], self._cut.whole_buckets)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped.
@@ -594,7 +581,8 @@ class Pipelined(Strategy):
         self._summing.thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
         if self._half_done is not None:
             give_gradients(self._parameters, [None] * len(self._parameters))
-            self._factor_hooks.forget()
+            if self._factor_hooks is not None:
+                self._factor_hooks.forget()
         self._error = self._half_done = self._meeting = None
         self._packing.left_out = ()
         self._updates.weights.adopt()
@@ -602,8 +590,6 @@ class Pipelined(Strategy):
         self._packing.drop_outgoing()
         while self._in_flight:
             self._packing.give_back(self._in_flight.popleft().buffer)
-        if (cut := self._cut_of(state)) is not self._cut:
-            self._begin(cut)
         self.iteration, self._turn = state["iteration"], state["turn"]
         device = self._parameters[0].device
         self._summing.reducer.load_state_dict(on_device(state["reducer"], device))
@@ -730,21 +716,6 @@ class Pipelined(Strategy):
         """The ranks that exchange gradients and, with islands, the members of this rank's island."""
         return [self._ranks, *self._replica.members]
 
-    def _begin(self, cut: Cut) -> None:
-        """Exchange the buckets of ``cut`` from now on. Nothing is in flight."""
-        self._summing.rearrange(self._cut, cut)
-        self._cut = cut
-        self._factor_hooks.follow(cut.exchanges.by_factors())  # before the hooks that let buckets leave
-        self._leaving.remove()
-        self._leaving = self._watch()
-        self._packing.begin(cut)
-
-    def _choose_exchanges(self) -> None:
-        """Choose, by the gradients in ``.grad``, how those are exchanged that are undecided. Collective if one is."""
-        if self._cut.undecided:
-            codec, scale = make_codec(self._codec_options), self._loss_scale.scale
-            self._begin(self._cut.chosen(self._ranks, self._factor_hooks, scale, codec))
-
     def _watch(self) -> BackwardHooks:
         """Return hooks that let buckets leave during the backward pass, if the user has asked for buckets."""
         watched = [] if self._in_turns or cut_of(self._cut.into) == WHOLE else self.buckets
@@ -760,8 +731,7 @@ class Pipelined(Strategy):
         self.check_usable()
         self.check_gradients(new=True)
         # Only the first bucket asks: parameters do not change between the buckets of one backward pass.
-        first = not self._leaving.left
-        if first and (self._cut.undecided or not self._cut.is_present):
+        if not self._leaving.left and trainable_identities(self._optimizer) != self._cut.identities:
             return False
         self._cut.check_dense(self._cut.indices[self._leaving.left])
         self._replica.check_alike(self.buckets[self._leaving.left])

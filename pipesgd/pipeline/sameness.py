@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,11 +149,11 @@ def _hash(described: Sequence[str]) -> str:
 
 
 def check_compute_alike(
-    all_ranks: Sequence[Ranks], optimizer: torch.optim.Optimizer, clip: Clipping, reduce: str, codec: str
+    all_ranks: Sequence[Ranks], optimizer: torch.optim.Optimizer, clip: Clipping, gathered: Collection[str], codec: str
 ) -> None:
     """Check that all ranks, those of ``check_same_training``, compute the same bits where they must. Collective.
 
-    Where ranks multiply matrices, because of the exchange ``reduce``, the codec of this name, the optimizer or an
+    Where ranks multiply matrices, because of the exchanges ``gathered``, the codec of this name, the optimizer or an
     island, their products must have the same bits, too.
 
     Raises:
@@ -163,7 +163,7 @@ def check_compute_alike(
         check_same_bits(ranks, optimizer, clip)
     is_own = not type(optimizer).__module__.startswith("torch.optim")  # of which nothing else is known
     multiplying = {
-        f"with reduce {reduce}": reduce in ("factors", "auto"),
+        "with reduce factors": "factors" in gathered,
         f"with codec {codec}": codec == "powersgd",
         f"with {type(optimizer).__name__}": is_own or isinstance(optimizer, OF_WHOLE_MATRICES),
     }

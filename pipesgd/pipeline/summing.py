@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -15,7 +15,6 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, all_finite, finite_norm
-from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.in_flight import Outgoing, Reduction
 from pipesgd.pipeline.islands import Replica
 from pipesgd.ranks import Ranks
@@ -58,12 +57,20 @@ class Summing:
         self._stop_watching = self._ranks.watch(self.thread.fail)
 
     def start(
-        self, connections: Connections, options: CodecOptions, *, buckets: int, reduce: str, seed: int, skips: bool
+        self,
+        connections: Connections,
+        options: CodecOptions,
+        *,
+        buckets: int,
+        gathered: Collection[str],
+        seed: int,
+        skips: bool,
     ) -> None:
         """Make what sums this number of ``buckets``: whole gradients with the codec of these ``options``. Collective.
 
-        The ``connections`` are closed with this. With ``skips``, a gradient whose mean is not finite is to be left out:
-        nothing of it stays in the state of the sums, of which copies are kept for that.
+        Buckets of the exchanges ``gathered`` are gathered. The ``connections`` are closed with this. With ``skips``, a
+        gradient whose mean is not finite is to be left out: nothing of it stays in the state of the sums, of which
+        copies are kept for that.
 
         Raises:
             CommunicationError: a rank was lost.
@@ -76,14 +83,8 @@ class Summing:
         self.reducer = make_reducer(options, self.connections, device=self._device.type, seed=seed)
         self._skips = skips
         self._undo = Undo()
-        kinds = [kind for kind in GATHERING if reduce in (kind, "auto")]
+        kinds = [kind for kind in GATHERING if kind in gathered]
         self._gathering = {kind: make_gathering_reducer(kind, self.connections) for kind in kinds}
-
-    def rearrange(self, old: Cut, new: Cut) -> None:
-        """Sum the buckets of the cut ``new`` from now on, and no longer those of ``old``. Nothing is in flight."""
-        self.reducer.rearrange(old.whole_buckets, new.whole_buckets)
-        self.connections.begin_buckets(len(new.indices))
-        self._undo = Undo()
 
     def meet(self, call: str, iteration: int, job: Callable[[], T]) -> Future[T]:
         """Have the thread do ``job`` after sending a header that says that this rank is at ``call``."""

@@ -29,7 +29,7 @@ from pipesgd.strategy import StepReport
 class FollowedPlan:
     """The plan of a run, if there is one, and the configuration that trains by it now.
 
-    ``swap_to``, ``follow``, ``restore`` and ``report_exchanges`` are collective.
+    ``swap_to``, ``follow`` and ``restore`` are collective.
 
     Args:
         config: configuration of the run, in which nothing is left to be chosen.
@@ -130,14 +130,6 @@ class FollowedPlan:
         if fell_back:
             self._fallback.update(range(iteration + 1, iteration + 1 + SYNCHRONOUS_ITERATIONS + UNTIMED))
 
-    def report_exchanges(self) -> None:
-        """Record and report the exchanges of gradients, if they were left to be chosen, once they have been."""
-        if self.config.pipeline.reduce != "auto":
-            return
-        chosen = self._record(self.planned) or {}
-        named = ", ".join(f"{name} by {how}" for name, how in chosen.items())
-        say(self._console, f"--reduce auto: {named or 'there is neither an embedding nor a linear layer to train'}")
-
     def swap_to(self, choices: dict[str, Any]) -> StepReport:
         """Train with these ``AUTO_OPTIONS`` from now on; return a report of the gradients applied for that.
 
@@ -154,19 +146,12 @@ class FollowedPlan:
             self._changes += time.perf_counter() - begin
         return report
 
-    def _record(self, planned: Planned | None) -> dict[str, str] | None:
-        """Write what has been decided: the plan, its choices, and those of exchanges with --reduce auto.
-
-        Returns:
-            the latter, by layer; None without --reduce auto.
-        """
-        config = self._run_config if planned is None else self._run_config.with_choices(planned.choices)
-        chosen = None
-        if config.pipeline.reduce == "auto":
-            assert isinstance(self._state.strategy, Pipelined)
-            chosen = self._state.strategy.exchanges
-        output.describe_again(config, self._ranks, None if planned is None else planned.as_json(), chosen)
-        return chosen
+    def _record(self, planned: Planned) -> None:
+        """Write what has been decided: the plan and its choices."""
+        config = self._run_config.with_choices(planned.choices)
+        assert isinstance(self._state.strategy, Pipelined)
+        chosen = self._state.strategy.exchanges if config.pipeline.reduce == "auto" else None
+        output.describe_again(config, self._ranks, planned.as_json(), chosen)
 
     def _decided(self, planned: Planned, audition: Audition) -> Planned:
         """Return the plan after rank 0's decision.

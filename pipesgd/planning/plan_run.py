@@ -16,6 +16,7 @@ from torch import nn
 from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.errors import CheckpointError, UserInputError, warn
+from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.planning.audition import Audition, Pace
 from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks
@@ -37,6 +38,7 @@ def plan_run(
     ranks: Ranks,
     model: nn.Module,
     batches: ShardedBatches,
+    reduce: Reduce,
     console: Console,
     *,
     samples: int,
@@ -55,6 +57,7 @@ def plan_run(
         ranks: ranks that train.
         model: model that is trained, on a CPU.
         batches: batches of this rank.
+        reduce: exchange of gradients.
         console: console of rank 0.
         samples: number of samples in the training set.
         iterations: number of iterations of the whole job.
@@ -98,7 +101,7 @@ def plan_run(
         found = calibrate_briefly(config, ranks, model, batches, console, samples=samples)
         source = f"a calibration of {CALIBRATION_SECONDS:.0f} s"
 
-    parts = parts_of_run(config, ranks, model, batches)
+    parts = parts_of_run(config, ranks, model, batches, reduce)
 
     def decide_on_rank_0() -> dict[str, Any] | None:
         if found is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipesgd.codecs.base import mixed
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer, rearranged
+from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.reducers.base import Float32Places, as_real, check_kept
 
 
@@ -61,11 +61,6 @@ class DenseReducer:
         for number in flats.keys() - self._residuals.keys():
             self._residuals[number] = torch.zeros_like(self._float32(number, flats[number]))
         return [self._residuals[number] for number in flats]
-
-    def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
-        if self._residuals:
-            self._residuals = dict(enumerate(rearranged(self._in_order(), old, new)))
-        self._places = Float32Places()
 
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": [residual.clone() for residual in self._in_order()]}

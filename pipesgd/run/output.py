@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,15 @@ def take_folder(
     ranks: Ranks,
     planned: dict[str, Any] | None = None,
     earlier: dict[str, Any] | None = None,
+    exchanges: Mapping[str, str] | None = None,
 ) -> FolderLock | None:
     """Take ``--output`` for this run on every machine, and return the lock on it. All ranks call this together.
 
     An empty or new folder is taken. A folder that holds this very run is taken with ``--resume``, or when torchrun has
     restarted a job that had taken it before. From a folder that holds any run, ``--overwrite`` deletes that run. The
-    ``planned`` values are stored with the options, and ``earlier`` is what ``earlier_run`` returned. The first rank of
-    each machine has the lock, and must hold it as long as any rank writes.
+    ``planned`` values and the ``exchanges`` of parameters with ``--reduce auto`` are stored with the options, and
+    ``earlier`` is what ``earlier_run`` returned. The first rank of each machine has the lock, and must hold it as long
+    as any rank writes.
 
     Raises:
         UserInputError: the folder holds something else, cannot be written to, or is in use.
@@ -90,7 +93,7 @@ def take_folder(
     """
     folder, overwrite = config.run.output, config.run.overwrite
     resume = _resumes(config, ranks)
-    description = _description(config, ranks, planned)
+    description = _description(config, ranks, planned, exchanges)
     chosen: dict[str, Any] = {}
     if planned is not None and earlier is not None:  # rank 0's: another machine may have missed the newest decision
         chosen = {name: earlier["options"].get(name) for name in planned["asked"]}
@@ -146,7 +149,7 @@ def check_no_results(folder: Path) -> None:
 
 
 def describe_again(
-    config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: dict[str, str] | None = None
+    config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: Mapping[str, str] | None
 ) -> None:
     """Replace the description of this run after a decision about its options. All ranks call this.
 
@@ -157,12 +160,14 @@ def describe_again(
         exchanges: the chosen exchange of each weight that has a choice, by name, with ``--reduce auto``.
     """
     if ranks.local_rank == 0:
-        chosen = {} if exchanges is None else {"exchanges": exchanges}
-        _describe(config.run.output, _description(config, ranks, planned) | chosen)
+        _describe(config.run.output, _description(config, ranks, planned, exchanges))
 
 
-def _description(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None) -> dict[str, Any]:
-    return {"world_size": ranks.world_size, "options": config.options(), "planned": planned}
+def _description(
+    config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: Mapping[str, str] | None
+) -> dict[str, Any]:
+    chosen = {} if exchanges is None else {"exchanges": dict(exchanges)}
+    return {"world_size": ranks.world_size, "options": config.options(), "planned": planned, **chosen}
 
 
 def _describe(folder: Path, description: dict[str, Any]) -> None:

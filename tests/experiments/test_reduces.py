@@ -24,7 +24,10 @@ def _sent(ranks: Ranks) -> tuple[dict[str, dict[str, int | None]], int]:
     data = load_dataset("digits", None, image_size=8)
     sent: dict[str, dict[str, int | None]] = {}
     for name, workload in WORKLOADS.items():
-        loops, batches = reduces.make_loops(workload.build(data), ranks), workload.batches(data, ranks, 2)
+        loops, batches = (
+            reduces.make_loops(workload.build(data), ranks, rows=reduces.rows_of(workload)),
+            workload.batches(data, ranks, 2),
+        )
         for loop in loops.values():
             for batch in batches:
                 loop.iterate(*batch)

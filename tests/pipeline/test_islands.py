@@ -480,7 +480,7 @@ def _refused(ranks: Ranks) -> list[str]:
         attempt(mesh, mesh),
         attempt(mesh, mesh["inside"], muon),
         attempt(mesh, mesh["inside"], codec="topk"),
-        attempt(mesh, mesh["inside"], reduce="auto"),
+        attempt(mesh, mesh["inside"], reduce="rows"),
         attempt(mesh, mesh["inside"], ranks=ranks),
         attempt(DeviceMesh("cpu", [[1, 2], [0, 3]]), mesh["inside"]),
         attempt(DeviceMesh("cpu", [[1, 2], [3, 0]]), mesh["inside"]),

@@ -124,7 +124,6 @@ def test_other_strategies_refuse_a_change(change: str) -> None:
 
 KINDS: dict[str, dict[str, Any]] = {
     "none": {"prediction": "none"},
-    "auto": {"reduce": "auto"},
     "flushed": {},
 }
 
@@ -143,7 +142,6 @@ def _start(kind: str, *, frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer
     ("kind", "said"),
     [
         ("none", "trained parameters must have 31 values, as in the state that is loaded; got 16"),
-        ("auto", "the optimizer's parameters must be 5, as in the state that is loaded; got 4"),
         (
             "flushed",
             "trained parameters (number 0) must be of shape (3, 4), as in the state that is loaded; got (4, 3)",
@@ -168,8 +166,6 @@ def test_a_state_of_other_trained_parameters_is_refused_and_nothing_is_lost(kind
         if kind == "flushed":
             strategy.flush()
         state = strategy.state_dict()
-    if kind == "auto":
-        state["choices"].append(None)
     model, optimizer, strategy = _start(kind, frozen=True)
     with strategy:
         train(model, strategy)

@@ -17,8 +17,10 @@ from _ranks import run_ranks
 from torch import nn
 
 from pipesgd.cli import parse
+from pipesgd.codecs.make import make_codec
 from pipesgd.data import ShardedBatches
 from pipesgd.errors import RunError, UserInputError
+from pipesgd.pipeline.exchanges import fewest_bytes
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.planning import audition
 from pipesgd.planning.parts import parts_of_run
@@ -54,9 +56,12 @@ def _first_step(ranks: Ranks, words: str, own: bool) -> dict[str, Any]:
         torch.manual_seed(0)
         model = Words()
     before, state = [one.detach().clone() for one in model.parameters()], torch.get_rng_state()
-    parts = parts_of_run(config, ranks, model, batches)
+    reduce: Any = config.pipeline.reduce
+    if reduce == "auto":
+        reduce = fewest_bytes(model, 4 * (8 if own else 1), make_codec(config.compression), ranks.world_size)
+    parts = parts_of_run(config, ranks, model, batches, reduce)
     same = all(map(torch.equal, before, model.parameters())) and torch.equal(state, torch.get_rng_state())
-    options = {"reduce": config.pipeline.reduce, "codec": config.compression}
+    options = {"reduce": reduce, "codec": config.compression}
     sent = _sent(ranks, model, batches, **options)
     return {"parts": parts, "same": same and all(one.grad is None for one in model.parameters()), **sent}
 
@@ -171,4 +176,4 @@ def test_the_plan_is_made_of_the_parts() -> None:
 def test_whole_gradients_have_no_parts() -> None:
     config = parse(["--batch-size", "4"])
     ranks: Any = None  # nobody is asked
-    assert parts_of_run(config, ranks, nn.Linear(1, 1), ranks) == ()
+    assert parts_of_run(config, ranks, nn.Linear(1, 1), ranks, "matrix") == ()
