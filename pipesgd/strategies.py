@@ -78,11 +78,8 @@ def make_pipeline(
     scaler: torch.amp.GradScaler,
     ranks: Ranks,
     reduce: Reduce | None = None,
-    *,
-    init_sync: bool = True,
-    successor_of: Pipelined | None = None,
 ) -> Pipelined:
-    """Return the pipeline of strategy "pipelined"; for ``init_sync`` and ``successor_of`` see ``Pipelined``."""
+    """Return the pipeline of strategy "pipelined"; for ``reduce`` see ``make_strategy``."""
     return Pipelined(
         model,
         optimizer,
@@ -90,8 +87,6 @@ def make_pipeline(
         guard=config.pipeline.guard,
         buckets=config.pipeline.buckets,
         reduce=config.pipeline.reduce if reduce is None else reduce,
-        init_sync=init_sync,
-        successor_of=successor_of,
         **_pipeline_options(config, scaler, ranks),
     )
 

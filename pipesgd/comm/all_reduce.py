@@ -210,11 +210,6 @@ class ScheduledAllReduce:
     def wire_bytes(self, flat: Tensor) -> int:
         return self._plan(flat).wire_bytes
 
-    def forget_plans(self, most_plans: int) -> None:
-        """Forget all plans, and keep at most this many from now on. No sum may be running."""
-        self._plans.clear()
-        self._most_plans = most_plans
-
     def _encode(
         self,
         encoding: _Encoding,

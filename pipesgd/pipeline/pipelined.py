@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
@@ -158,10 +158,6 @@ class Pipelined(Strategy):
         process_group: the group of torch.distributed whose ranks train this model together; the job's other ranks may
             train another one at the same time. By default torch's default group, which is started from torchrun's
             variables if there is none yet. Messages name ranks by their numbers in the default group.
-        successor_of: an open pipeline of the same model, optimizer and ranks without gradients in flight. The
-            constructor closes it, and uses its connections if the all-reduce and its options are the same. What ranks
-            compared for it is not compared again: only auditions, whose options are rank 0's, have a use for that.
-            Refused with a mesh.
         mesh: a device mesh of torch.distributed whose first dimension is the one between islands; the parameters are
             DTensors, split over the other dimensions. Each rank exchanges its shards with the ranks that have the same
             place in other islands (``pipesgd.pipeline.islands``). topk, powersgd, every ``reduce`` but "matrix",
@@ -205,7 +201,6 @@ class Pipelined(Strategy):
         init_sync: bool = True,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
-        successor_of: Pipelined | None = None,
         mesh: Mesh | None = None,
     ):
         check_width(width, warmup_iterations)
@@ -235,7 +230,6 @@ class Pipelined(Strategy):
                 f"codec {options.codec}": options.codec in ("topk", "powersgd"),
                 f"reduce {words_of(reduce)}": bool(exchanges.gathered),
                 "ranks or process_group": ranks is not None or process_group is not None,
-                "successor_of": successor_of is not None,
             },
         )
         if isinstance(reduce, str):
@@ -272,7 +266,7 @@ class Pipelined(Strategy):
         """Name of the operation that was interrupted halfway, if any."""
         self._meeting: Future[None] | None = None
         """Meeting of the ranks for a flush that has begun and not ended."""
-        self._closed = self._leaves_connections = False
+        self._closed = False
         self._hooks: TrueWeightsHooks | None = None
         self._own_steps = OwnSteps(optimizer)
         self._copies_gradients = False
@@ -302,29 +296,26 @@ class Pipelined(Strategy):
         }
         self._ranks = given_ranks(ranks, process_group or self._replica.between, timeout)
         self._replica.join(self._ranks)
-        if successor_of is None:
-            check_same_training(self.all_ranks, self._settings, self._cut)
-            check_compute_alike(self.all_ranks, optimizer, clip, exchanges.gathered, options.codec)
-        wanted: dict[str, Any] = {
-            "timeout": self._ranks.timeout if timeout is None else timeout,
-            "segment_bytes": segment_bytes,
-            "connections": connections,
-            "rate_limit": most_bytes,
-            "device": device.type,
-        }
+        check_same_training(self.all_ranks, self._settings, self._cut)
+        check_compute_alike(self.all_ranks, optimizer, clip, exchanges.gathered, options.codec)
         self._summing = Summing(self._ranks, self._replica, device)
         self._if_never_closed = functools.partial(_end_unclosed, self._summing)
         try:
-            # Before an earlier pipeline leaves: the end of a rank's last watch tells the others that it has left.
             self._summing.watch()
-            connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
-            if connected is None:
-                connected = Connections(all_reduce, self._ranks, **wanted)
-            self._loss_scale.take()  # which an earlier pipeline has left
+            connected = Connections(
+                all_reduce,
+                self._ranks,
+                timeout=self._ranks.timeout if timeout is None else timeout,
+                segment_bytes=segment_bytes,
+                connections=connections,
+                rate_limit=most_bytes,
+                device=device.type,
+                buckets=len(self._cut.indices),
+            )
+            self._loss_scale.take()
             self._summing.start(
                 connected,
                 options,
-                buckets=len(self._cut.indices),
                 gathered=exchanges.gathered,
                 seed=seed,
                 skips=self._skip_nonfinite,
@@ -375,11 +366,6 @@ class Pipelined(Strategy):
     def buckets(self) -> list[list[Tensor]]:
         """Parameters of each bucket, in the order in which the buckets leave."""
         return self._cut.buckets
-
-    @property
-    def whole_buckets(self) -> list[list[Tensor]]:
-        """Parameters of the buckets whose gradients are exchanged whole: with residuals, if the codec keeps any."""
-        return self._cut.whole_buckets
 
     @property
     def exchanges(self) -> dict[str, str]:
@@ -475,7 +461,7 @@ class Pipelined(Strategy):
         return report
 
     def add_to_next_gradient(self, left_out: Sequence[Tensor]) -> None:
-        """Add what an earlier pipeline's codec has left out of its sums to this rank's next gradient.
+        """Add what a codec has left out of the sums of other ranks, or of an earlier pipeline, to the next gradient.
 
         Args:
             left_out: residuals of its error feedback, one for each flat tensor of the gradient; none adds nothing.
@@ -624,11 +610,10 @@ class Pipelined(Strategy):
                 self._check_whole("close")
                 if self._in_flight:
                     self.apply_all()
-                if not self._leaves_connections:
-                    # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
-                    failure = self._meet("close", self._summing.wait_for_all).exception()
+                # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
+                failure = self._meet("close", self._summing.wait_for_all).exception()
                 together = failure is None
-                if together and not self._leaves_connections:  # all ranks are here
+                if together:  # all ranks are here
                     self.check_replicas()
         finally:
             self._closed = True
@@ -639,26 +624,13 @@ class Pipelined(Strategy):
                 if hooks is not None:
                     hooks.remove()
             self._loss_scale.leave()
-            self._summing.close(together=together, disconnects=not (self._leaves_connections and together))
+            self._summing.close(together=together)
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
 
     def check_replicas(self) -> None:
         """Raise ``ReplicasDivergedError`` if the ranks hold different weights. Collective."""
         check_same_weights(self.module, self._parameters, self._ranks)
-
-    def leave(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> Connections | None:
-        """Close, and leave the connections to a successor if they are of this all-reduce and as ``wanted``.
-
-        They are then neither closed nor waited for: the successor's messages follow those of this pipeline. For
-        ``wanted`` see ``Connections``. No gradient may be in flight.
-
-        Raises the errors of ``close``, and ``UserInputError`` if the pipeline was closed before.
-        """
-        self.check_usable()
-        self._leaves_connections = self._summing.connections.are(all_reduce, wanted)
-        self.close()
-        return self._summing.connections if self._leaves_connections else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

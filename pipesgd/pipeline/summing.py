@@ -61,12 +61,11 @@ class Summing:
         connections: Connections,
         options: CodecOptions,
         *,
-        buckets: int,
         gathered: Collection[str],
         seed: int,
         skips: bool,
     ) -> None:
-        """Make what sums this number of ``buckets``: whole gradients with the codec of these ``options``. Collective.
+        """Make what sums gradients: whole ones with the codec of these ``options``. Collective.
 
         Buckets of the exchanges ``gathered`` are gathered. The ``connections`` are closed with this. With ``skips``, a
         gradient whose mean is not finite is to be left out: nothing of it stays in the state of the sums, of which
@@ -77,7 +76,6 @@ class Summing:
             UserInputError: the codec cannot be made.
         """
         self._connections = connections
-        connections.begin_buckets(buckets)
         self._replica.connect()
         self.exact = self.connections.all_reduce()
         self.reducer = make_reducer(options, self.connections, device=self._device.type, seed=seed)
@@ -180,14 +178,14 @@ class Summing:
         """No longer fail when another rank does."""
         self._stop_watching()
 
-    def close(self, *, together: bool, disconnects: bool = True) -> None:
-        """End the thread, and with it the connections, unless a successor needs them.
+    def close(self, *, together: bool) -> None:
+        """End the thread, and with it the connections.
 
         With ``together``, all ranks have come to this point, and all sums are waited for.
         """
         # Peers may still read what this rank has sent them: the connections end when all have come to this point.
         # Not a method: the thread would refer to what refers to it.
-        ended = [self._connections.close] if self._connections is not None and disconnects else []
+        ended = [self._connections.close] if self._connections is not None else []
         at_the_end = functools.partial(_call_all, [*ended, self._replica.close])
         self.thread.close(at_the_end=at_the_end, within=None if together else CLOSE_SECONDS)
 

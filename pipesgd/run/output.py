@@ -148,21 +148,6 @@ def check_no_results(folder: Path) -> None:
             )
 
 
-def describe_again(
-    config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: Mapping[str, str] | None
-) -> None:
-    """Replace the description of this run after a decision about its options. All ranks call this.
-
-    Args:
-        config: the configuration that trains now.
-        ranks: the ranks of the run.
-        planned: the plan of the timing model, if there is one.
-        exchanges: the chosen exchange of each weight that has a choice, by name, with ``--reduce auto``.
-    """
-    if ranks.local_rank == 0:
-        _describe(config.run.output, _description(config, ranks, planned, exchanges))
-
-
 def _description(
     config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: Mapping[str, str] | None
 ) -> dict[str, Any]:

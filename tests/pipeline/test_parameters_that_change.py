@@ -17,7 +17,6 @@ from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.ddp import attach
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import rearranged
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.strategy import Strategy
@@ -259,18 +258,6 @@ def test_what_a_codec_remembers_of_other_parameters_is_refused(codec: CodecOptio
     said = "UserInputError: trained parameters must have {} values, as in the state that is loaded; got {}"
     for found in run_ranks(2, _states_with_more_and_fewer_residuals, codec):
         assert found == [said.format(more, fewer), said.format(fewer, more)]
-
-
-def test_remembered_values_stay_with_their_parameter() -> None:
-    a, b, c = torch.zeros(2), torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 2)
-    new = torch.zeros(1)
-    flats = [torch.arange(6.0), torch.arange(10.0, 16.0)]  # a and c; b's real and imaginary parts
-    moved = rearranged(flats, [[a, b, c]], [[c, new, b]])
-    assert [flat.tolist() for flat in moved] == [[2.0, 3.0, 4.0, 5.0, 0.0], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]]
-    assert [flat.tolist() for flat in rearranged(moved, [[c, new, b]], [[new, c]])] == [[0.0, 2.0, 3.0, 4.0, 5.0]]
-    cut = rearranged(flats, [[a, b, c]], [[c], [b, new], [a]])
-    assert [flat.tolist() for flat in cut] == [[2.0, 3.0, 4.0, 5.0], [*range(10, 16)], [0.0], [0.0, 1.0]]
-    assert all(map(torch.equal, rearranged(cut, [[c], [b, new], [a]], [[a, b, c]]), flats))
 
 
 def _with_each_strategy(ranks: Ranks, earlier: bool) -> dict[str, dict[str, Tensor]]:
