@@ -223,7 +223,7 @@ class ScheduledAllReduce:
         codec = self._codec
         shared = residual is not None and encoding.holders > 1  # the residual has been added to the values before
         own = plan.shared_residual[: values.numel()].zero_() if shared else residual
-        key = mixed(key, encoding.nonce)
+        key = 0 if codec.in_place else mixed(key, encoding.nonce)  # exact codecs draw no random numbers
         if received is None:
             codec.encode(values, own, wire, key)
         else:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import check_dense
 from pipesgd.optim.step import trainable_identities, trainable_parameters
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.exchanges import Exchanges
@@ -31,6 +30,12 @@ class Cut:
     """Indices of the parameters of each bucket, in the order in which the buckets leave."""
     identities: list[int]
     """``trainable_identities`` of the optimizer when this was made."""
+    buckets: list[list[Tensor]]
+    """Parameters of each bucket."""
+    exchange: list[str]
+    """Exchange of each bucket's gradients."""
+    dense: list[list[Tensor]]
+    """Parameters of each bucket whose gradients must be dense: all but embeddings that are exchanged by rows."""
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, into: str, exchanges: Exchanges) -> Self:
@@ -43,26 +48,15 @@ class Cut:
         parameters, identities = trainable_parameters(optimizer), trainable_identities(optimizer)
         _check_max_norm(model, parameters)
         indices = bucket_indices(model, parameters, into, exchanges.apart())
-        return cls(model, optimizer, into, parameters, exchanges, indices, identities)
-
-    @property
-    def buckets(self) -> list[list[Tensor]]:
-        """Parameters of each bucket, in the order in which the buckets leave."""
-        return [[self.parameters[index] for index in bucket] for bucket in self.indices]
+        buckets = [[parameters[index] for index in bucket] for bucket in indices]
+        exchange = [exchanges.of(bucket[0]) for bucket in buckets]
+        dense = [[] if how == "rows" else bucket for bucket, how in zip(buckets, exchange, strict=True)]
+        return cls(model, optimizer, into, parameters, exchanges, indices, identities, buckets, exchange, dense)
 
     @property
     def whole_buckets(self) -> list[list[Tensor]]:
         """Parameters of the buckets whose gradients are exchanged whole."""
-        return [bucket for number, bucket in enumerate(self.buckets) if self.exchange_of(number) == "matrix"]
-
-    def exchange_of(self, number: int) -> str:
-        """Return how the gradients of this bucket are exchanged."""
-        return self.exchanges.of(self.parameters[self.indices[number][0]])
-
-    def check_dense(self, indices: Sequence[int]) -> None:
-        """Refuse sparse gradients of these parameters, except of embeddings that are exchanged by rows."""
-        parameters = [self.parameters[index] for index in indices]
-        check_dense([one for one in parameters if self.exchanges.of(one) != "rows"])
+        return [bucket for bucket, how in zip(self.buckets, self.exchange, strict=True) if how == "matrix"]
 
 
 def _check_max_norm(model: nn.Module, parameters: Sequence[Tensor]) -> None:

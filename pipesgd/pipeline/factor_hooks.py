@@ -51,10 +51,10 @@ class FactorHooks:
     Args:
         model: the model.
         weights: the weights, all trained, of whose gradients the factors are kept.
-        loss_scale: scale of the losses, by which output gradients are divided.
+        loss_scale: scale of the losses, by which output gradients are divided; None if they have none.
     """
 
-    def __init__(self, model: nn.Module, weights: Sequence[Tensor], loss_scale: LossScale):
+    def __init__(self, model: nn.Module, weights: Sequence[Tensor], loss_scale: LossScale | None):
         self._loss_scale = loss_scale
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._kept = {id(weight): _Kept(weight, Factors(names[id(weight)])) for weight in weights}
@@ -108,7 +108,7 @@ class FactorHooks:
         rows, columns = kept.weight.shape
         count = math.prod(inputs.shape[:-1])
         x, g = inputs.reshape(count, columns), gradient.detach().reshape(count, rows)
-        scale = self._loss_scale.scale
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         kept.pending[backward].add(
             Factors(
                 kept.complete.name,

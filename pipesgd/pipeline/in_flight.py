@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -54,13 +53,6 @@ class Outgoing:
     """Factors of the gradients of the bucket that is exchanged by factors."""
     gathered_bytes: int = 0
     """Bytes that this rank has sent to gather what gradients are made of."""
-
-    @contextlib.contextmanager
-    def summing(self) -> Iterator[None]:
-        """Record the time that the context is open in ``sums``."""
-        start = time.perf_counter()
-        yield
-        self.sums.append(Span("communication", self.iteration, start, time.perf_counter()))
 
 
 @dataclass(frozen=True)

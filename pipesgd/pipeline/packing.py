@@ -22,10 +22,10 @@ class Packing:
 
     Args:
         cut: the parameters that are trained, in buckets.
-        loss_scale: scale of the gradients in ``.grad``.
+        loss_scale: scale of the gradients in ``.grad``; None if they have none.
     """
 
-    def __init__(self, cut: Cut, loss_scale: LossScale):
+    def __init__(self, cut: Cut, loss_scale: LossScale | None):
         self._loss_scale = loss_scale
         self.factor_hooks: FactorHooks | None = None
         """Hooks that keep the factors of the gradients that are exchanged by factors; None if none are."""
@@ -70,9 +70,12 @@ class Packing:
         begin = time.perf_counter()
         indices, bucket = self._cut.indices[number], outgoing.buffer.buckets[number]
         parameters = [self._cut.parameters[index] for index in indices]
-        make_dense(parameters)
-        outgoing.scale = self._loss_scale.divide(parameters)
-        if self.factor_hooks is not None and self._cut.exchange_of(number) == "factors":
+        how = self._cut.exchange[number]
+        if how == "rows":
+            make_dense(parameters)
+        if self._loss_scale is not None:
+            outgoing.scale = self._loss_scale.divide(parameters)
+        if how == "factors" and self.factor_hooks is not None:
             outgoing.factors = [self.factor_hooks.look(parameter) for parameter in parameters]
         for index, gradient in zip(indices, pack_gradients(parameters, bucket), strict=True):
             outgoing.local[index] = gradient

@@ -30,6 +30,7 @@ from pipesgd.flat_buffer import (
     FlatBuffer,
     all_finite,
     are_finite,
+    check_dense,
     check_layouts,
     check_shapes,
     check_sizes,
@@ -58,7 +59,7 @@ from pipesgd.pipeline.exchanges import WHOLE as WHOLE_GRADIENTS
 from pipesgd.pipeline.exchanges import Exchanges, Reduce, words_of
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
-from pipesgd.pipeline.islands import replica_of
+from pipesgd.pipeline.islands import island_of
 from pipesgd.pipeline.optimizer_state import share_rank_0s_state
 from pipesgd.pipeline.packing import Packing
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
@@ -221,7 +222,7 @@ class Pipelined(Strategy):
         self._cut: Cut = Cut.of(model, optimizer, str(buckets), exchanges)
         device = self._parameters[0].device
         check_reduce(words_of(reduce) if exchanges.gathered else WHOLE_GRADIENTS, options.codec, name, device.type)
-        self._replica = replica_of(
+        self._island = island_of(
             mesh,
             model,
             self._parameters,
@@ -239,6 +240,8 @@ class Pipelined(Strategy):
         self._turn = 0
         """Number of the bucket that the next step sums, with ``in_turns``."""
         clip = Clipping(norm=clip_norm, value=clip_value)
+        if self._island is not None:
+            clip = dataclasses.replace(clip, total_norm=self._island.total_norm)
         self._updates = DelayedUpdate(
             optimizer,
             self._parameters,
@@ -246,8 +249,8 @@ class Pipelined(Strategy):
             warmup_iterations=warmup_iterations,
             prediction=prediction,
             guard=guard,
-            clip=dataclasses.replace(clip, total_norm=self._replica.total_norm),
-            replica=self._replica,
+            clip=None if clip_norm is None and clip_value is None else clip,
+            island=self._island,
             written=functools.partial(warn_of_write, model),
         )
         check_reducer(options, optimizer, self._parameters, seed)
@@ -255,10 +258,12 @@ class Pipelined(Strategy):
         """Number of iterations so far."""
         self.replicated = True
         self._agreement = Agreement()
-        self._loss_scale = LossScale(scaler, self._parameters)
+        self._loss_scale: LossScale | None = None
+        if scaler is not None and scaler.is_enabled():
+            self._loss_scale = LossScale(scaler, self._parameters)
         self._factor_hooks: FactorHooks | None = None
         self._packing = Packing(self._cut, self._loss_scale)
-        self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
+        self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale is not None
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
@@ -271,7 +276,14 @@ class Pipelined(Strategy):
         self._own_steps = OwnSteps(optimizer)
         self._copies_gradients = False
         """True once an update has shown that the optimizer keeps no gradient of which it has made no copy."""
-        self._leaving = BackwardHooks([], self._leave)
+        self._leaving: BackwardHooks | None = None
+        """Hooks that let buckets leave during the backward pass; None if none do."""
+        self._checks: list[Callable[[], None]] = []
+        """Checks before each step that options ask for."""
+        if options.momentum_correction:
+            self._checks.append(functools.partial(check_momentum, options, optimizer))
+        if self._island is not None:
+            self._checks.append(functools.partial(self._island.check_alike, self._parameters))
         self._settings = {
             "width": width,
             "warmup_iterations": warmup_iterations,
@@ -291,14 +303,15 @@ class Pipelined(Strategy):
             "seed": seed,
             "init_sync": init_sync,
             "device": device.type,
-            "mesh": plain(self._replica.shape),
+            "mesh": plain(() if self._island is None else self._island.shape),
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
         }
-        self._ranks = given_ranks(ranks, process_group or self._replica.between, timeout)
-        self._replica.join(self._ranks)
+        self._ranks = given_ranks(ranks, self._island.between if self._island else process_group, timeout)
+        if self._island is not None:
+            self._island.join(self._ranks)
         check_same_training(self.all_ranks, self._settings, self._cut)
         check_compute_alike(self.all_ranks, optimizer, clip, exchanges.gathered, options.codec)
-        self._summing = Summing(self._ranks, self._replica, device)
+        self._summing = Summing(self._ranks, self._island, device)
         self._if_never_closed = functools.partial(_end_unclosed, self._summing)
         try:
             self._summing.watch()
@@ -312,7 +325,8 @@ class Pipelined(Strategy):
                 device=device.type,
                 buckets=len(self._cut.indices),
             )
-            self._loss_scale.take()
+            if self._loss_scale is not None:
+                self._loss_scale.take()
             self._summing.start(
                 connected,
                 options,
@@ -321,7 +335,8 @@ class Pipelined(Strategy):
                 skips=self._skip_nonfinite,
             )
             if init_sync:
-                self._replica.share(model, self._parameters)
+                if self._island is not None:
+                    self._island.share(model, self._parameters)
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_in("Pipelined"))
                 share_rank_0s_state(optimizer, self._ranks, self._sum_in("Pipelined"))
             if self._updates.predicts:
@@ -329,7 +344,8 @@ class Pipelined(Strategy):
                 warn_of_outsiders(model, self._parameters)
             if by_factors := [one for one in self._parameters if exchanges.of(one) == "factors"]:
                 self._factor_hooks = self._packing.factor_hooks = FactorHooks(model, by_factors, self._loss_scale)
-            self._leaving = self._watch()
+            if not in_turns and cut_of(self._cut.into) != WHOLE:
+                self._leaving = BackwardHooks(self.buckets, self._leave)
             drop_gradients(optimizer)
             self._own_steps.refuse_others()
             atexit.register(self._if_never_closed)
@@ -401,7 +417,8 @@ class Pipelined(Strategy):
         signal) all gradients that were not applied are still in flight, also in ``state_dict``.
         """
         self.check_usable()
-        self._leaving.check_taken()
+        if self._leaving is not None:
+            self._leaving.check_taken()
         self.check_gradients()
         check_unchanged(self._optimizer, self._cut.identities, "a pipeline")
         return self.exchange()
@@ -411,14 +428,15 @@ class Pipelined(Strategy):
 
         It may be called within ``whole``: what that does is done once the gradients are handed over.
         """
-        self._cut.check_dense(range(len(self._parameters)))
-        check_momentum(self._codec_options, self._optimizer)
-        self._replica.check_alike(self._parameters)
+        for dense in self._cut.dense:
+            check_dense(dense)
+        for check in self._checks:
+            check()
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack what has not left during the backward pass.
             outgoing = self._packing.next_outgoing(self.iteration)
-            for number in range(self._leaving.left, len(self._cut.indices)):
+            for number in range(self._left, len(self._cut.indices)):
                 self._packing.pack(outgoing, number, self._ranks.world_size)
             if self._factor_hooks is not None:
                 self._factor_hooks.forget()
@@ -433,7 +451,7 @@ class Pipelined(Strategy):
         wire_bytes = report.wire_bytes + sum(
             self._summing.reducer.wire_bytes(outgoing.buffer.buckets[number], outgoing.iteration)
             for number in summed
-            if self._cut.exchange_of(number) == "matrix"
+            if self._cut.exchange[number] == "matrix"
         )
         return dataclasses.replace(report, spans=(*outgoing.packs, *report.spans), wire_bytes=wire_bytes)
 
@@ -452,10 +470,11 @@ class Pipelined(Strategy):
         self._check_whole("flush")
         if self._meeting is None:  # else an earlier call was interrupted
             self._meeting = self._meet("flush", lambda: None)
-        scale = self._loss_scale.scale
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         with set_aside_gradients(self._optimizer):
             report = self._apply_until(0)
-        self._loss_scale.rescale(self._parameters, scale)
+        if self._loss_scale is not None:
+            self._loss_scale.rescale(self._parameters, scale)
         self._meeting.result()
         self._meeting = None
         return report
@@ -480,14 +499,15 @@ class Pipelined(Strategy):
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Let backward passes add up, and no bucket leave, while the context is open. Without ``buckets`` gradients are
         sent only in ``step``, and backward passes before it add up anyway."""
-        return self._leaving.held()
+        return contextlib.nullcontext() if self._leaving is None else self._leaving.held()
 
     def combine_buffers(self, how: str = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self.check_usable()
         self._check_whole("combine_buffers")
         combine_buffers(self.module, how, self._ranks, self._sum_in("combine_buffers"))
-        self._replica.combine_buffers(self.module, how)
+        if self._island is not None:
+            self._island.combine_buffers(self.module, how)
 
     def average(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
         """Give all ranks the means of ``tensors`` over the ranks, unless a mean is not finite. Collective.
@@ -525,7 +545,7 @@ class Pipelined(Strategy):
             "reducer": self._summing.reducer.state_dict(),
             **self._updates.state_dict(),
             "agreement": self._agreement.state_dict(),
-            "loss_scale": self._loss_scale.state_dict(),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -572,7 +592,8 @@ class Pipelined(Strategy):
         self._error = self._half_done = self._meeting = None
         self._packing.left_out = ()
         self._updates.weights.adopt()
-        self._leaving.begin_iteration()
+        if self._leaving is not None:
+            self._leaving.begin_iteration()
         self._packing.drop_outgoing()
         while self._in_flight:
             self._packing.give_back(self._in_flight.popleft().buffer)
@@ -581,7 +602,8 @@ class Pipelined(Strategy):
         self._summing.reducer.load_state_dict(on_device(state["reducer"], device))
         self._updates.load_state_dict(on_device({name: state[name] for name in ("prediction", "guard")}, device))
         self._agreement.load_state_dict(on_device(state["agreement"], device))
-        self._loss_scale.load_state_dict(state["loss_scale"])
+        if self._loss_scale is not None:
+            self._loss_scale.load_state_dict(state["loss_scale"])
         for entry in state["in_flight"]:
             self._in_flight.append(InFlight.of_state(entry, self._packing.free_buffer(), device))
         self._predict()
@@ -623,7 +645,8 @@ class Pipelined(Strategy):
             for hooks in (self._hooks, self._factor_hooks, self._leaving, self._own_steps):
                 if hooks is not None:
                     hooks.remove()
-            self._loss_scale.leave()
+            if self._loss_scale is not None:
+                self._loss_scale.leave()
             self._summing.close(together=together)
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
@@ -666,7 +689,7 @@ class Pipelined(Strategy):
 
     def _check_whole(self, call: str) -> None:
         """Refuse ``call`` while some buckets of a gradient have left and others have not."""
-        if self._leaving.left:
+        if self._left:
             raise UserInputError(
                 f"{call} must not be called between backward() and step() with buckets; got it while those of "
                 f"iteration {self.iteration} leave"
@@ -686,12 +709,7 @@ class Pipelined(Strategy):
     @property
     def all_ranks(self) -> list[Ranks]:
         """The ranks that exchange gradients and, with islands, the members of this rank's island."""
-        return [self._ranks, *self._replica.members]
-
-    def _watch(self) -> BackwardHooks:
-        """Return hooks that let buckets leave during the backward pass, if the user has asked for buckets."""
-        watched = [] if self._in_turns or cut_of(self._cut.into) == WHOLE else self.buckets
-        return BackwardHooks(watched, self._leave)
+        return [self._ranks, *([] if self._island is None else self._island.members)]
 
     def _meet(self, call: str, job: Callable[[], T]) -> Future[T]:
         """Have the communication thread do ``job`` after sending a header that says that this rank is at ``call``."""
@@ -703,12 +721,15 @@ class Pipelined(Strategy):
         self.check_usable()
         self.check_gradients(new=True)
         # Only the first bucket asks: parameters do not change between the buckets of one backward pass.
-        if not self._leaving.left and trainable_identities(self._optimizer) != self._cut.identities:
+        if not self._left and trainable_identities(self._optimizer) != self._cut.identities:
             return False
-        self._cut.check_dense(self._cut.indices[self._leaving.left])
-        self._replica.check_alike(self.buckets[self._leaving.left])
+        assert self._leaving is not None
+        number = self._leaving.left
+        check_dense(self._cut.dense[number])
+        if self._island is not None:
+            self._island.check_alike(self.buckets[number])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
-            outgoing, number = self._packing.next_outgoing(self.iteration), self._leaving.left
+            outgoing = self._packing.next_outgoing(self.iteration)
             self._packing.pack(outgoing, number, self._ranks.world_size)
             self._meet("step", self._mean_of(outgoing, number))
             self._leaving.left += 1
@@ -719,11 +740,11 @@ class Pipelined(Strategy):
         unapplied = self._updates.hand_over(outgoing.local)
         own = [gradient for gradient in outgoing.local if gradient is not None]
         own_is_finite = functools.partial(are_finite, own) if self._keeps_own else lambda: all(outgoing.own_finite)
-        if self._skip_nonfinite and unapplied.kept and not self._replica.is_so(are_finite(own)):
+        if self._skip_nonfinite and unapplied.kept and not self._is_so(are_finite(own)):
             unapplied = dataclasses.replace(unapplied, kept=[])  # it will cause no update
             own_is_finite = functools.partial(bool, False)
         outgoing.local = []
-        *early, last = [self._turn] if self._in_turns else range(self._leaving.left, len(self._cut.indices))
+        *early, last = [self._turn] if self._in_turns else range(self._left, len(self._cut.indices))
         self._turn = (last + 1) % len(self._cut.indices)
         for number in early:
             self._meet("step", self._mean_of(outgoing, number))
@@ -731,7 +752,7 @@ class Pipelined(Strategy):
             self._summing.take_last_mean,
             outgoing,
             last,
-            self._cut.exchange_of(last),
+            self._cut.exchange[last],
             functools.partial(self._updates.compare, outgoing.buffer.views, unapplied),
             looks=not self._keeps_own,
             agreed_norm=self._updates.wants_norms,
@@ -741,8 +762,18 @@ class Pipelined(Strategy):
         self._in_flight.append(
             InFlight(outgoing.iteration, outgoing.buffer, unapplied, outgoing.scale, own_is_finite, reduction)
         )
-        self._leaving.begin_iteration()
+        if self._leaving is not None:
+            self._leaving.begin_iteration()
         self.iteration += 1
+
+    @property
+    def _left(self) -> int:
+        """Number of buckets that have left since the last step."""
+        return 0 if self._leaving is None else self._leaving.left
+
+    def _is_so(self, flag: bool) -> bool:
+        """Return True if ``flag`` is true on all ranks that hold the model together."""
+        return flag if self._island is None else self._island.is_so(flag)
 
     @property
     def _keeps_own(self) -> bool:
@@ -751,16 +782,17 @@ class Pipelined(Strategy):
 
     def _mean_of(self, outgoing: Outgoing, number: int) -> Callable[[], None]:
         """Return a job that takes the mean of a bucket that is not the last one."""
-        exchange, looks = self._cut.exchange_of(number), not self._keeps_own
+        exchange, looks = self._cut.exchange[number], not self._keeps_own
         return functools.partial(self._summing.take_mean, outgoing, number, exchange, looks=looks)
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
         self._updates.weights.restore()
-        report = StepReport()
+        report: StepReport | None = None
         try:
             while len(self._in_flight) > remaining:
-                report = report.followed_by(self._apply_oldest())
+                newest = self._apply_oldest()
+                report = newest if report is None else report.followed_by(newest)
             begin = time.perf_counter()
             self._predict()
         except BaseException as error:
@@ -768,9 +800,11 @@ class Pipelined(Strategy):
             self._error = error
             raise
         self._error = None
+        report = report or StepReport()
         if not self._updates.weights.are_predicted:
             return report
-        return report.followed_by(StepReport(spans=(Span("predict", self.iteration, begin, time.perf_counter()),)))
+        predict = Span("predict", self.iteration, begin, time.perf_counter())
+        return dataclasses.replace(report, spans=(*report.spans, predict))
 
     def _apply_oldest(self) -> StepReport:
         """Wait for the oldest gradient in flight, and apply it or leave it out. An interrupted wait changes nothing."""
@@ -778,7 +812,8 @@ class Pipelined(Strategy):
         begin = time.perf_counter()
         fell_back = False
         with self.whole(f"the update of iteration {gradient.iteration}"):
-            self._loss_scale.observe(bool(report.applied), gradient.scale)
+            if self._loss_scale is not None:
+                self._loss_scale.observe(bool(report.applied), gradient.scale)
             if report.applied:
                 guess, then = self._guess_of(gradient), [later.unapplied for later in self._in_flight][1:]
                 with self._own_steps.taken():
@@ -804,7 +839,7 @@ class Pipelined(Strategy):
         wait = Span("wait", gradient.iteration, begin, time.perf_counter())
         culprits: list[int] = []
         if not reduction.finite:  # on all ranks, in the same step
-            own_is_finite = self._replica.is_so(gradient.own_is_finite())
+            own_is_finite = self._is_so(gradient.own_is_finite())
             culprits = nonfinite_ranks(self._ranks, "gradients", own_is_finite)
         return gradient, StepReport(
             applied=(gradient.iteration,) if reduction.finite else (),

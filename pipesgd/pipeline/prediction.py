@@ -251,7 +251,7 @@ class Prediction(abc.ABC):
     Args:
         parameters: the parameters that ``optimizer`` updates.
         optimizer: the user's optimizer.
-        clip: clipping of gradients before the optimizer sees them.
+        clip: clipping of gradients before the optimizer sees them; None clips nothing.
     """
 
     keeps_gradients = False
@@ -259,7 +259,7 @@ class Prediction(abc.ABC):
     at_width_1 = False
     """True if it is used at width 1, too, where no gradient is in flight after a step."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping | None):
         self._parameters = parameters
         self.weights = SwappedWeights(parameters)
         self.add_up: AddUp = list
@@ -337,11 +337,13 @@ class Replayed(Prediction, abc.ABC):
     give the same bits.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping | None):
         _check_apart(parameters, type(self))
         super().__init__(parameters, optimizer, clip)
         self._optimizer = optimizer
-        self._clip = clip
+        self._clip: Callable[[Sequence[Tensor]], None] = _unclipped if clip is None else clip
+        self._looks_at_all = clip is not None and clip.norm is not None
+        """True if clipping looks at all gradients at once."""
         self._copy: OptimizerCopy | None = None
         self._gradients: list[Tensor] = []
         self._foreseen: Sequence[Unapplied] = ()
@@ -439,8 +441,8 @@ class Replayed(Prediction, abc.ABC):
 
     def _steps(self, under: Sequence[Hyperparameters], tensors: Sequence[Sequence[Tensor]]) -> Steps | None:
         """Return steps block by block ``under`` these hyperparameters, if that is possible."""
-        if self._clip.norm is not None:
-            return None  # it looks at all gradients at once
+        if self._looks_at_all:
+            return None
         return steps_in_blocks(self._optimizer, self._parameters, under, tensors)
 
     @torch.no_grad()
@@ -577,11 +579,15 @@ class Eager(OwnGradients):
         return 1.0 - SHRINKAGE * (1.0 - agreement.cosine)
 
 
+def _unclipped(gradients: Sequence[Tensor]) -> None:
+    """Leave ``gradients`` as they are."""
+
+
 _KINDS: dict[str, type[Prediction]] = {"eager": Eager, "local": Local, "none": NoPrediction}
 
 
 def make_prediction(
-    kind: str | type[Prediction], parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping
+    kind: str | type[Prediction], parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping | None
 ) -> Prediction:
     """Return the prediction of this name or class for the ``parameters`` that ``optimizer`` updates.
 

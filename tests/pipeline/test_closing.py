@@ -151,7 +151,7 @@ def _fail_to_construct(ranks: Ranks, where: str) -> tuple[list[int], list[int], 
     [
         "pipesgd.optim.loss_scale.LossScale.take",
         "pipesgd.pipeline.summing.make_reducer",
-        "pipesgd.pipeline.pipelined.Pipelined._watch",
+        "pipesgd.pipeline.pipelined.drop_gradients",
     ],
 )
 def test_a_pipeline_that_cannot_be_made_leaves_no_file_descriptor_thread_or_hook_behind(where: str) -> None:

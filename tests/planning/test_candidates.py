@@ -158,7 +158,7 @@ def test_a_run_holds_an_audition_before_it_trains_and_resumes_with_its_choice(tm
     planned = found["planned"]
     assert planned["support"] == "measured"
     assert len(planned["candidates"]) > 1
-    assert text.count("audition: --width ") == len(planned["candidates"])
+    assert text.count("\naudition: --width ") == len(planned["candidates"])
     width = planned["choices"]["width"]
     assert f"chosen by the audition: --width {width}" in text
     assert found["width"] == width

@@ -66,12 +66,12 @@ def _sent(ranks: Ranks, model: nn.Module, batches: ShardedBatches, **options: An
         whole = sum(
             pipeline._summing.reducer.wire_bytes(bucket, 0)
             for number, bucket in enumerate(pipeline._packing.free_buffer().buckets)
-            if pipeline._cut.exchange_of(number) == "matrix"
+            if pipeline._cut.exchange[number] == "matrix"
         )
         gathered = [
             list(indices)
             for number, indices in enumerate(pipeline._cut.indices)
-            if pipeline._cut.exchange_of(number) != "matrix"
+            if pipeline._cut.exchange[number] != "matrix"
         ]
     return {"sent": total - whole, "gathered": gathered}
 
