@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import multiprocessing
 import subprocess
@@ -21,7 +22,7 @@ import threading
 import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -179,8 +180,12 @@ class Source:
     """A file of Python, read."""
 
     path: Path
-    tree: ast.Module
     text: str
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """The file, parsed."""
+        return ast.parse(self.text)
 
     @property
     def module(self) -> str:
@@ -192,7 +197,7 @@ class Source:
 def sources(folder: str) -> list[Source]:
     """Return the files of Python in a folder of the repository."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / folder).rglob("*.py"))}
-    return [Source(path, ast.parse(text), text) for path, text in texts.items()]
+    return [Source(path, text) for path, text in texts.items()]
 
 
 def private_names_crossed(files: Sequence[Source], among: Iterable[Source]) -> set[tuple[str, str]]:
@@ -283,19 +288,13 @@ def lines_of_words(one: Source) -> int:
     """Return the number of lines of a file that a comment or a docstring has to itself or shares with code."""
     numbers: set[int] = set()
     for node in ast.walk(one.tree):
-        for statement in _statements(node):
-            match statement:
-                case ast.Expr(value=ast.Constant(value=str())):
-                    numbers |= set(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                numbers |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     for token in tokenize.generate_tokens(io.StringIO(one.text).readline):
         if token.type == tokenize.COMMENT:
             numbers.add(token.start[0])
     return len(numbers)
-
-
-def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    body = getattr(node, "body", None)
-    yield from body if isinstance(body, list) else []
 
 
 def words_of_pages() -> int:
@@ -309,6 +308,7 @@ def words_of_pages() -> int:
 # ---- All of it
 
 
+@functools.cache
 def figures_of_sources() -> Figures:
     """Return all figures that are read from the sources, by name."""
     files = {folder: sources(folder) for folder in (*PACKAGES, "tests")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 from _ranks import run_ranks
 from conftest import REPOSITORY
@@ -55,7 +53,7 @@ def test_every_bound_is_that_of_a_figure() -> None:
 
 
 def _source(name: str, text: str) -> Source:
-    return Source(REPOSITORY / "pipesgd" / f"{name}.py", ast.parse(text), text)
+    return Source(REPOSITORY / "pipesgd" / f"{name}.py", text)
 
 
 def test_private_names_and_circles_of_other_files_are_found() -> None:
@@ -72,7 +70,7 @@ def test_private_names_and_circles_of_other_files_are_found() -> None:
 
 
 def test_arguments_and_lines_of_words_are_counted() -> None:
-    text = '"""Module."""\nclass Own:\n    def __init__(self, a, *, b=1, **c):\n        # why\n        self.a = a  # as given\n'
+    text = '"""Why."""\nclass Own:\n    def __init__(self, a, *, b=1, **c):\n        # why\n        self.a = a  # given\n'
     source = _source("own", text)
     assert house.arguments_of(source.tree, "Own") == 3
     assert house.lines_of_words(source) == 3

@@ -171,7 +171,7 @@ def test_a_run_holds_an_audition_before_it_trains_and_resumes_with_its_choice(tm
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "iteration-12")
     resumed, text = run(tmp_path, f"{WORDS} --resume")
     assert resumed["weights_sha256"] == again["weights_sha256"]
-    assert "audition: " not in text
+    assert "\naudition: " not in text
     assert "planned when the run began: --width " in text
 
 
@@ -194,5 +194,5 @@ def test_an_audition_is_remembered_unless_the_run_has_options_that_a_profile_doe
     if remembered:  # what was measured wins over predictions the next time
         shutil.copy(tmp_path / "run" / "cluster.toml", tmp_path / "cluster.toml")
         again, text = run(tmp_path, f"{WORDS} --overwrite")
-        assert "audition: " not in text
+        assert "\naudition: " not in text
         assert again["planned"]["support"] == "measured"

@@ -241,7 +241,7 @@ def test_embeddings_are_the_last_bucket_in_addition_to_the_others() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce": "row"}, "reduce must be one of matrix, rows, factors, auto; got 'row' (did you mean rows?)"),
+        ({"reduce": "row"}, "reduce must be one of matrix, rows, factors; got 'row' (did you mean rows?)"),
         (
             {"reduce": "rows", "codec": "topk"},
             "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
@@ -532,8 +532,8 @@ def test_the_exchange_of_each_parameter_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("reduce", "message"),
     [
-        ("auto", r"reduce must be matrix, rows or factors; got .*auto"),
-        ({"symbols.weight": "auto"}, r"reduce of symbols.weight must be matrix, rows or factors; got .*auto"),
+        ("auto", "reduce must be one of matrix, rows, factors; got 'auto'"),
+        ({"symbols.weight": "auto"}, "reduce of symbols.weight must be one of matrix, rows, factors; got 'auto'"),
         ({"elsewhere": "rows"}, "reduce must name parameters of the model; got 'elsewhere'"),
         ({"hidden.weight": "rows"}, r"reduce must be matrix unless a torch.nn.Embedding .*; got hidden.weight by rows"),
     ],
