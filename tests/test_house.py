@@ -70,7 +70,7 @@ def test_private_names_and_circles_of_other_files_are_found() -> None:
 
 
 def test_arguments_and_lines_of_words_are_counted() -> None:
-    text = '"""Why."""\nclass Own:\n    def __init__(self, a, *, b=1, **c):\n        # why\n        self.a = a  # given\n'
+    text = '"""Why."""\nclass Own:\n    def __init__(self, a, *, b=1, **c):\n        # why\n        self.a = a  # so\n'
     source = _source("own", text)
     assert house.arguments_of(source.tree, "Own") == 3
     assert house.lines_of_words(source) == 3

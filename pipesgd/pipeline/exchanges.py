@@ -49,8 +49,9 @@ class Exchanges:
 
     @property
     def gathered(self) -> set[str]:
-        """Names of the reducers of ``GATHERING`` that are used."""
-        return set(self._of.values()) - {WHOLE}
+        """Names of the reducers of ``GATHERING`` that are asked for."""
+        asked = [self.reduce] if isinstance(self.reduce, str) else self._of.values()
+        return set(asked) - {WHOLE}
 
     def apart(self) -> list[set[int]]:
         """Return the ids of the parameters that each reducer of ``GATHERING`` exchanges."""

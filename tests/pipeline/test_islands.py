@@ -507,7 +507,7 @@ def test_what_cannot_be_islands_is_refused_in_one_line() -> None:
             "optimizer must update value by value with a mesh of islands; got MuonWithAdamW, which needs the whole of "
             "0.weight",
             f"codec topk {both}",
-            f"reduce auto {both}",
+            f"reduce rows {both}",
             f"ranks or process_group {both}",
             "parameters must be sharded inside an island, here ranks 1, 2; got 0.weight on " + on_ranks.format("0, 1"),
             "mesh must have the ranks inside each island in ascending order; got [[1, 2], [3, 0]]",

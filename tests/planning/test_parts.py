@@ -48,7 +48,7 @@ def _first_step(ranks: Ranks, words: str, own: bool) -> dict[str, Any]:
     before, state = [one.detach().clone() for one in model.parameters()], torch.get_rng_state()
     reduce: Any = config.pipeline.reduce
     if reduce == "auto":
-        reduce = fewest_bytes(model, 4 * (8 if own else 1), make_codec(config.compression), ranks.world_size)
+        reduce = fewest_bytes(model, 4, make_codec(config.compression), ranks.world_size)
     parts = parts_of_run(config, ranks, model, batches, reduce)
     same = all(map(torch.equal, before, model.parameters())) and torch.equal(state, torch.get_rng_state())
     options = {"reduce": reduce, "codec": config.compression}
