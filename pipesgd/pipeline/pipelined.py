@@ -240,8 +240,7 @@ class Pipelined(Strategy):
         self._turn = 0
         """Number of the bucket that the next step sums, with ``in_turns``."""
         clip = Clipping(norm=clip_norm, value=clip_value)
-        if self._island is not None:
-            clip = dataclasses.replace(clip, total_norm=self._island.total_norm)
+        whole_clip = clip if self._island is None else dataclasses.replace(clip, total_norm=self._island.total_norm)
         self._updates = DelayedUpdate(
             optimizer,
             self._parameters,
@@ -249,7 +248,7 @@ class Pipelined(Strategy):
             warmup_iterations=warmup_iterations,
             prediction=prediction,
             guard=guard,
-            clip=None if clip_norm is None and clip_value is None else clip,
+            clip=None if clip_norm is None and clip_value is None else whole_clip,
             island=self._island,
             written=functools.partial(warn_of_write, model),
         )

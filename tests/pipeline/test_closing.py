@@ -149,7 +149,7 @@ def _fail_to_construct(ranks: Ranks, where: str) -> tuple[list[int], list[int], 
 @pytest.mark.parametrize(
     "where",
     [
-        "pipesgd.optim.loss_scale.LossScale.take",
+        "pipesgd.pipeline.pipelined.share_rank_0s_state",
         "pipesgd.pipeline.summing.make_reducer",
         "pipesgd.pipeline.pipelined.drop_gradients",
     ],
