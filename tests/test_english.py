@@ -48,10 +48,6 @@ REFUSED = {
 """Patterns of refused words, and what to write instead."""
 EXCEPTIONS = {
     "tests/test_english.py": "names the refused words",
-    "pipesgd/config.py": "names the former values of an option",
-    "timing_model/arguments.py": "names the former values of an option",
-    "tests/test_cli.py": "tests the former values of an option",
-    "tests/timing_model/test_cli.py": "tests the former values of an option",
     "CHANGELOG.md": "names the former values of an option",
     "experiments/bench_timing_model.py": "has the name of a row of a result",
 }

@@ -1,4 +1,4 @@
-"""How the gradient of each parameter is exchanged: as a whole matrix, by rows, or by factors."""
+"""Exchange of each parameter's gradient: as a whole matrix, by rows, or by factors."""
 
 from __future__ import annotations
 

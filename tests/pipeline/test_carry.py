@@ -1,4 +1,4 @@
-"""What a codec has left out of its sums, carried to the next gradient of another pipeline or other ranks."""
+"""Residuals of a codec, carried to the next gradient of another pipeline or other ranks."""
 
 from __future__ import annotations
 

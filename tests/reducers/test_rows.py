@@ -520,7 +520,7 @@ def _of_each(ranks: Ranks, reduce: Any) -> tuple[dict[str, str], str]:
 
 
 def test_the_exchange_of_each_parameter_can_be_named() -> None:
-    """Of two ranks, the sums of rows and of matrices have the same bits."""
+    """Two ranks add two values: sums of rows and of matrices have the same bits."""
     named = {"symbols.weight": "rows", "places.weight": "matrix"}
     for reduce in (named, "matrix"):
         one, other = run_ranks(2, _of_each, reduce)
