@@ -6,16 +6,16 @@
 
 A setting is a testbed (nodes, rate, latency) and an emulated accelerator of each rank, which leaves the cores of this
 machine to the network. In each, the command is that of a user who knows nothing: a run of two thousand iterations with
-``--width auto --codec auto --all-reduce auto``, which calibrates, plans and auditions. It is stopped some iterations
-after its decision. The predictions are those of that run's calibration, without its audition. Then all configurations
-that the run could have chosen are measured in one job, in four passes in turns, every second one in reverse order.
-Those in which the ranks leave at least 40 % of the cores to others count.
+``--width auto --codec auto --all-reduce auto``, which calibrates, plans, and auditions on copies of the model before it
+trains. It is stopped after some iterations. The predictions are those of that run's calibration, without its audition.
+Then all configurations that the run could have chosen are measured in one job, in four passes in turns, every second
+one in reverse order. Those in which the ranks leave at least 40 % of the cores to others count.
 
 The fastest configuration by one half of the passes is judged by the other half, as is the choice of the run, and
 the regret is the mean of both ways: a configuration that was measured to be fast by luck gains nothing. It may be
 negative. "reported" is the time that the run said it measured. Its error is that of what the run should know: the mean
-of its own iterations after the decision. How far that is from the same configuration's time in the job that measures
-all of them, later and without what else a run does (metrics, heartbeats), is given as well.
+of its own iterations. How far that is from the same configuration's time in the job that measures all of them, later
+and without what else a run does (metrics, heartbeats), is given as well.
 
 Settings "from" something smaller are extrapolated, and count separately: pipesgd.calibrate measures half of the nodes,
 or a model with an eighth of the values on accelerators that take an eighth of the time. Settings with "shared cores"
@@ -126,14 +126,12 @@ def decide(found: Mapping[str, Measured], settings: Mapping[str, Setting]) -> li
         if one.choice is None:
             continue
         chosen = words_of(one.choice["choices"])
-        audition: dict[str, Any] | None = one.choice["audition"]
         if chosen not in one.cells:
             raise RunError(f"{name}: the choice must be among the measured configurations; got {chosen}")
         means = {words: mean_of(cell) for words, cell in one.cells.items()}
         first = min(one.cells, key=lambda words: one.cells[words]["predicted_s"])
-        if one.after_s is None:
-            raise RunError(f"{name}: the run must have been observed after its decision; got one of an earlier version")
-        reported, cost = one.choice["iteration_seconds"], float((audition or {}).get("cost") or 0.0)
+        assert one.after_s is not None
+        reported = one.choice["iteration_seconds"]
         rows.append(
             {
                 "setting": name,
@@ -150,7 +148,7 @@ def decide(found: Mapping[str, Measured], settings: Mapping[str, Setting]) -> li
                 "regret": regret(one.cells, chosen),
                 "regret_of_the_prediction": regret(one.cells, first),
                 "run_s": settings[name].iterations * means[chosen],
-                "audition_s": cost,
+                "audition_s": one.choice["audition_seconds"],
                 "calibration_s": one.calibration_s,
                 "began_after_s": one.began_after,
             }

@@ -25,7 +25,6 @@ from experiments.testbed_jobs import last_words, run_job
 from experiments.workloads import WORKLOADS
 from pipesgd.cli import parse as parse_training
 from pipesgd.errors import RunError
-from pipesgd.planning.audition import UNTIMED
 from pipesgd.planning.choose import AUTO_CODECS
 from pipesgd.ranks import alone
 from pipesgd.run.workload import load
@@ -148,7 +147,9 @@ OTHERS = (
 ALL_MEASURED = "--all-reduces ring native halving-doubling all-to-all --servers"
 """Arguments of pipesgd.calibrate that measure what all these configurations need."""
 OBSERVED, QUICK_OBSERVED = 100, 5
-"""Iterations that a run makes after its decision before it is stopped; the pipeline fills in the first of them."""
+"""Iterations that a run makes before it is stopped."""
+UNTIMED = 2
+"""First iterations that do not count, in addition to those in which the pipeline fills: connections start slowly."""
 NEAR, FAR_SHARE = 1.5, 0.5
 """Multiple of the best prediction up to which a configuration may be the fastest; others get this share of the time."""
 PASSES, QUICK_PASSES = (0, 1, 1, 0), (0, 1)
@@ -173,11 +174,11 @@ class Measured:
     """Configurations by their arguments: prediction with its interval, seconds of each half of the passes, share of the
     cores that all ranks used."""
     choice: dict[str, Any] | None = None
-    """The plan in the run's run.json: its choices, what it reported, and its audition. None if nothing was chosen."""
+    """The plan in the run's run.json: its choices, and what it reported. None if nothing was chosen."""
     began_after: float | None = None
-    """Seconds from the start of torchrun to the run's first iteration: loading, connecting, and the calibration."""
+    """Seconds from the start of torchrun to the run's first iteration: loading, connecting, calibration, audition."""
     after_s: float | None = None
-    """Mean of the run's own iterations after its decision, in s."""
+    """Mean of the run's own iterations, in s."""
 
 
 def mean_of(cell: dict[str, Any]) -> float:
@@ -238,12 +239,12 @@ def calibrate(testbed: Testbed, words: str, folder: Path) -> Profile:
 
 
 def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[str, Any], float, float]:
-    """Run the command of a user until its decision, and a while longer.
+    """Run the command of a user until its decision, and for some iterations.
 
-    Returns its plan, the time to begin, and the mean time of an iteration after the decision, in s.
+    Returns its plan, the time to begin, and the mean time of an iteration, in s.
 
     Raises:
-        RunError: it failed, or did not decide in time.
+        RunError: it failed, or did not train in time.
     """
     output, log = folder / "run", folder / "log"
     words = f"{setting.words} {QUICK_AUTO if quick else AUTO} {WHOLE} --iterations {setting.iterations}"
@@ -255,28 +256,18 @@ def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[
         try:
             while job.running():
                 if time.perf_counter() - begin > DEADLINE:
-                    raise RunError(f"{setting.name}: a run must decide within {DEADLINE:.0f} s; got none")
+                    raise RunError(f"{setting.name}: a run must train within {DEADLINE:.0f} s; got none that does")
                 time.sleep(POLL)
                 lines = _lines(output / "metrics.jsonl")
                 done = len(lines)
                 if done and began_after is None:
                     began_after = time.perf_counter() - begin
-                planned = _planned(output / "run.json")
-                audition = planned and planned["audition"]
-                over_at = audition["turns"][-1][0] if audition and not audition["passes"] else 0
-                if planned and began_after and not (audition and audition["passes"]) and done >= over_at + observed:
-                    return planned, began_after, _mean_after(over_at, planned["choices"]["width"], lines)
+                if began_after and done >= observed:
+                    planned = json.loads((output / "run.json").read_text(encoding="utf-8"))["planned"]
+                    return planned, began_after, _mean(planned["choices"]["width"], lines)
         finally:
             job.terminate()
     raise RunError(f"{setting.name}: a run with auto must train; got {last_words(log.read_text(errors='replace'))}")
-
-
-def _planned(path: Path) -> dict[str, Any] | None:
-    try:
-        planned: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8"))["planned"]
-    except FileNotFoundError:
-        return None
-    return planned
 
 
 def _lines(path: Path) -> list[str]:
@@ -284,9 +275,9 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
 
 
-def _mean_after(decided_at: int, width: int, lines: Sequence[str]) -> float:
-    """Return the mean time of an iteration from the decision on, in s, once the pipeline is full."""
-    seconds = [json.loads(line)["seconds"]["iteration"] for line in lines[decided_at + width - 1 + UNTIMED :]]
+def _mean(width: int, lines: Sequence[str]) -> float:
+    """Return the mean time of an iteration, in s, once the pipeline is full."""
+    seconds = [json.loads(line)["seconds"]["iteration"] for line in lines[width - 1 + UNTIMED :]]
     return float(np.mean(seconds))
 
 

@@ -32,7 +32,7 @@ from pipesgd.calibration.options import FREE_BETWEEN_RANKS, CalibrateConfig
 from pipesgd.cli import parse_as
 from pipesgd.errors import UserInputError
 from pipesgd.exit import run_and_exit
-from pipesgd.planning.calibrate_audition import measure_candidates
+from pipesgd.planning.candidates import measure_candidates
 from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.run.console import say
 from pipesgd.run.workload import agree_on_workload, load

@@ -29,8 +29,8 @@ import tyro
 from pipesgd import __version__
 from pipesgd.checks import did_you_mean
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import AUTO, AUTO_OPTIONS, FORMER_NAMES, FORMER_VALUES, TrainConfig, sections_of
-from pipesgd.errors import UserInputError, warn
+from pipesgd.config import AUTO, AUTO_OPTIONS, TrainConfig, sections_of
+from pipesgd.errors import UserInputError
 from pipesgd.options import check_words, dashed
 from pipesgd.process import answer, own_rank
 from pipesgd.toml_file import read_toml
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     """Return the training that ``argv`` ask for; see ``parse_as``."""
     rest, auto = _take_autos(_prepared(argv, TrainConfig().options()))
     config = parse_as(TrainConfig, "train", rest)
-    if "width" in auto and _value_of("buckets", rest) is None and config.pipeline.reduce != AUTO:
+    if "width" in auto and _value_of("buckets", rest) is None:
         auto = tuple(name for name in AUTO_OPTIONS if name in (*auto, "buckets"))  # width 1 is compared at its best
     return dataclasses.replace(config, planning=dataclasses.replace(config.planning, auto=auto)) if auto else config
 
@@ -232,8 +232,8 @@ def as_toml(config: TrainConfig) -> str:
 
 
 def _prepared(argv: Sequence[str], defaults: dict[str, Any]) -> list[str]:
-    """Return the arguments with a --config file in front, under current names, all of which are in ``defaults``."""
-    prepared = _with_current_names(_expand_config_file(list(argv), defaults), defaults)
+    """Return the arguments with a --config file in front, all names of which are in ``defaults``."""
+    prepared = _expand_config_file(list(argv), defaults)
     _check_names(prepared, defaults)
     return prepared
 
@@ -248,9 +248,9 @@ def _expand_config_file(argv: list[str], defaults: dict[str, Any]) -> list[str]:
                 raise UserInputError("config must be a TOML file; got nothing after --config")
             value = argv[index + 1]
         rest = argv[:index] + argv[index + (1 if equals else 2) :]
-        given = {_current_name(other.partition("=")[0]) for other in rest if other.startswith("--")}
+        given = {dashed(other.partition("=")[0]) for other in rest if other.startswith("--")}
         options = _read_options(Path(value), defaults)
-        return [w for option in options if _current_name(option[0]) not in given for w in option] + rest
+        return [w for option in options if option[0] not in given for w in option] + rest
     return argv
 
 
@@ -259,12 +259,12 @@ def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
     options = []
     for key, value in read_toml("config", path).items():
         name = dashed(key)
-        if FORMER_NAMES.get(name, name) not in defaults:
+        if name not in defaults:
             raise UserInputError(
                 f"every key in {path} must be an option; got {key!r}{_did_you_mean(name, list(defaults))}"
             )
         try:
-            is_flag = isinstance(defaults[FORMER_NAMES.get(name, name)], bool)
+            is_flag = isinstance(defaults[name], bool)
             options.append(_as_words(name, value, is_flag=is_flag))
         except (ValueError, RecursionError) as error:
             if isinstance(error, UserInputError):
@@ -284,44 +284,6 @@ def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
         raise UserInputError(f"{name} must be a value or a list of them in a config file, and no table; got {value}")
     # As the system gives the arguments: where it does not write UTF-8, a path has other characters.
     return [f"--{name}", *(os.fsdecode(str(item).encode()) for item in items)]
-
-
-def _current_name(option: str) -> str:
-    """Return the name of ``option``, "--name", as this version spells it."""
-    name = dashed(option[2:])
-    return FORMER_NAMES.get(name, name)
-
-
-def _with_current_names(argv: list[str], defaults: dict[str, Any]) -> list[str]:
-    """Return the arguments with former names of options and values replaced; rank 0 prints a hint for each.
-
-    Names of options that the command does not have, by their ``defaults``, stay as they are.
-    """
-    current, name = [], ""
-    for argument in argv:
-        option, equals, value = argument.partition("=")
-        if option.startswith("--"):
-            name = _current_name(option)
-            if name != dashed(option[2:]) and name in defaults:
-                _hint(option, f"--{name}")
-                option = f"--{name}"
-            argument = option + equals + _current_value(name, value)
-        else:
-            argument = _current_value(name, argument)
-        current.append(argument)
-    return current
-
-
-def _current_value(name: str, value: str) -> str:
-    if (now := FORMER_VALUES.get((name, value))) is None:
-        return value
-    _hint(f"--{name} {value}", f"--{name} {now}")
-    return now
-
-
-def _hint(former: str, current: str) -> None:
-    if own_rank() == "0":
-        warn(f"{former} is now {current}; the former name works in this version only")
 
 
 def _check_names(argv: list[str], defaults: dict[str, Any]) -> None:

@@ -36,10 +36,6 @@ AUTO = "auto"
 AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets", "fragments")
 """Options that can be left to the timing model with the value ``AUTO``."""
 
-FORMER_NAMES = {"streams": "connections"}
-FORMER_VALUES = {("server-placement", "beside"): "colocated", ("server-placement", "own"): "dedicated"}
-"""Names and values of options in the previous version, which this one still accepts, and what they are called now."""
-
 MAX_LOSS_SCALE = 2.0**127
 """Largest loss scale: the largest power of two in float32."""
 
@@ -295,8 +291,6 @@ class TrainConfig:
             (replicas is not None and strategy in ("local", "ps-async", "easgd-async"),
              f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "
              f"got {replicas}"),
-            (replicas is not None and pipeline.allow_drift,
-             f"check-replicas must be left out with --allow-drift, which lets replicas differ; got {replicas}"),
         )  # fmt: skip
 
     def _check_late(self) -> None:
@@ -319,7 +313,7 @@ class TrainConfig:
         option = f"{auto[0]} auto" if auto else "cluster"
         searched = [name for name in auto if name != "fragments"]
         uncovered = f" must be left out with --{option}, since the timing model does not cover it; got "
-        kept = " must be given with --reduce auto, which chooses by it and keeps its choices; got auto"
+        chosen_by = " must be given with --reduce auto, which chooses by it; got auto"
         refuse(
             (pipeline.strategy != "pipelined",
              f"strategy must be pipelined with --{option}; got {pipeline.strategy}"),
@@ -335,8 +329,7 @@ class TrainConfig:
             (searched and pipeline.fragments > 1,
              f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights; "
              f"got {pipeline.fragments}"),
-            (pipeline.reduce == AUTO and "codec" in auto, f"codec{kept}"),
-            (pipeline.reduce == AUTO and "buckets" in auto, f"buckets{kept}"),
+            (pipeline.reduce == AUTO and "codec" in auto, f"codec{chosen_by}"),
             (self.run.device != "cpu",
              f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"),
             (kind(codec) in ("powersgd", OWN),
@@ -413,21 +406,9 @@ FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
     "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace",
 }  # fmt: skip
-"""Options that may change when a run is resumed, since no weight depends on them. With --allow-drift, weights do
-depend on the intervals of checkpoints, at which all ranks get rank 0's; and on --loader-workers where samples that are
-read by iteration draw random numbers. Such a run is not promised the same bits."""
-
-
-def current_names(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``options`` of a run that the previous version may have recorded, under their current names."""
-    renamed = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
-    current = {
-        name: FORMER_VALUES.get((name, value), value) if isinstance(value, str) else value
-        for name, value in renamed.items()
-    }
-    if "buckets" not in current and current.get("outer") == "average":
-        current["outer"] = None  # "average" was the default before there were buckets
-    return current
+"""Options that may change when a run is resumed, since no weight depends on them; but where samples that are
+read by iteration draw random numbers, weights depend on --loader-workers, and such a run is not promised the same bits.
+"""
 
 
 def differing_options(one: dict[str, Any], other: dict[str, Any], *, free: frozenset[str]) -> list[str]:

@@ -120,22 +120,6 @@ def real_numel(tensor: Tensor) -> int:
     return local(tensor).numel() * (2 if tensor.is_complex() else 1)
 
 
-def rearranged(
-    flats: Sequence[Tensor], old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    """Return ``flats``, float32 in the layout of a ``BucketedBuffer``, in that of another one; new values are 0.
-
-    ``old`` and ``new`` are the tensors of the buckets of each of the two.
-    """
-    before, after = _places(old), _places(new)
-    moved = [torch.zeros(size, dtype=torch.float32, device=new[0][0].device) for size in sizes_of_flats(new)]
-    origins = {identity: place for identity, *place in before}
-    for identity, number, start, stop in after:
-        if (origin := origins.get(identity)) is not None:
-            moved[number][start:stop] = flats[origin[0]][origin[1] : origin[2]]
-    return moved
-
-
 def sizes_of_flats(buckets: Sequence[Sequence[Tensor]]) -> list[int]:
     """Return the size of each flat tensor of a ``BucketedBuffer`` of tensors in these buckets, in real numbers."""
     return list({number: stop for _, number, _, stop in _places(buckets)}.values())  # the last stop of each
@@ -164,7 +148,7 @@ def check_shapes(saved: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
 def check_layouts(saved: Sequence[tuple[int, ...] | None], parameters: Sequence[Tensor]) -> None:
     """Raise ``UserInputError`` unless ``parameters`` have the ``memory_layout`` that they had in a state."""
     here = [memory_layout(parameter) for parameter in parameters]
-    for number, (before, now) in enumerate(zip(saved or [None] * len(here), here, strict=False)):
+    for number, (before, now) in enumerate(zip(saved, here, strict=False)):
         if (None if before is None else tuple(before)) != now:
             raise UserInputError(
                 f"trained parameters (number {number}) must have the strides {before or 'of contiguous memory'}, as in "

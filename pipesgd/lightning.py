@@ -91,8 +91,7 @@ def pipeline_saved(checkpoint: str | Path, strategy: Any, pipeline: Attached) ->
 def load_pipeline(checkpoint: str | Path, strategy: Any, pipeline: Attached, mark: dict[str, Any]) -> None:
     """Let ``pipeline`` continue from the file next to ``checkpoint`` whose entry is ``mark``."""
     path = Path(checkpoint).resolve()  # ModelCheckpoint may have made a link to the newest
-    # Earlier versions gave a save no name.
-    pipeline_file(path, strategy, mark.get("save")).load(pipeline, mark["iteration"])
+    pipeline_file(path, strategy, mark["save"]).load(pipeline, mark["iteration"])
 
 
 def make_strategy(module: str) -> type[Any]:

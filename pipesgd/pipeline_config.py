@@ -20,7 +20,7 @@ GRADIENT_SERVERS = ("ps-sync", "ps-async")
 SERVER_STRATEGIES = (*GRADIENT_SERVERS, "easgd-async")
 PREDICTIONS = ("eager", "local", "none")
 OUTERS = ("average", "nesterov", "elastic")
-REDUCES = ("matrix", "rows", "factors", "auto")
+REDUCES = ("matrix", "rows", "factors")
 SERVER_PLACEMENTS = ("colocated", "dedicated")
 DDP_HOOKS = ("none", "fp16", "bf16")
 BUFFERS = ("average", "rank-0", "own")
@@ -165,8 +165,10 @@ def check_buckets(buckets: str, codec: str) -> None:
 
 
 def check_reduce(reduce: str, codec: str, all_reduce: str, device: str) -> None:
-    """Raise ``UserInputError`` unless gradients on this device can be reduced so, with this codec and all-reduce."""
-    check_one_of("reduce", reduce, REDUCES)
+    """Raise ``UserInputError`` unless gradients on this device can be reduced so, with this codec and all-reduce.
+
+    ``reduce`` is the option or, where parameters are named, a text about them.
+    """
     if reduce == "matrix":
         return
     check_divisible("reduce", reduce, codec, "gradient", whole="matrix")
@@ -229,10 +231,6 @@ class PipelineConfig:
     guard: bool = option(False, read_by=PIPELINED)
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness. Width 1
     needs none."""
-    allow_drift: bool = option(False, read_by=PIPELINED)
-    """Train on processors that compute different bits, such as ARM with x86, which is refused by default: replicas
-    drift apart by rounding errors, and get rank 0's weights at every evaluation and checkpoint, so that the trained
-    weights depend on --checkpoint-seconds or --checkpoint-iterations."""
     buffers: str = option("average", choices=BUFFERS)
     """Buffers (batch norm's statistics) in evaluations and in the trained model: average (their mean over ranks),
     rank-0 (rank 0's), or own (each rank's). Between evaluations, every rank updates its own."""
@@ -250,11 +248,11 @@ class PipelineConfig:
     """Buckets in which gradients leave while the backward pass runs: a number of buckets of about equal size, or the
     largest size of one, such as 1MiB; auto chooses a number (see --cluster). 1 is the whole gradient, after the
     backward pass."""
-    reduce: str = option("matrix", choices=REDUCES, read_by=PIPELINED)
+    reduce: str = option("matrix", choices=(*REDUCES, "auto"), read_by=PIPELINED)
     """Exchange of gradients: matrix (whole, with --all-reduce and --codec), rows (of embeddings, all ranks gather the
     rows that are not zero), factors (for linear layers, all ranks gather inputs and output gradients, and multiply
     them: fewer bytes with large layers and small batches), or auto (for each embedding and linear layer, what sends
-    fewer bytes of the first gradients; run.json has the choices). Rows and factors are exact and uncompressed.
+    fewer bytes by its shape and the batch; run.json has the choices). Rows and factors are exact and uncompressed.
     Everything else is exchanged whole, as are weights that an embedding or a linear layer shares with another kind
     of layer. With rows, torch.nn.Embedding may have sparse=True."""
     ddp_hook: str = option("none", choices=DDP_HOOKS, read_by={"strategy": ("ddp",)})

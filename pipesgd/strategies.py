@@ -9,6 +9,7 @@ from torch import nn
 
 from pipesgd.config import TrainConfig
 from pipesgd.optim.clipping import Clipping
+from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline_config import SERVER_STRATEGIES
 from pipesgd.ranks import Ranks
@@ -24,8 +25,12 @@ def make_strategy(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     ranks: Ranks,
+    reduce: Reduce | None = None,
 ) -> Strategy:
-    """Return the strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
+    """Return the strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together.
+
+    ``reduce`` is the exchange of gradients, by default that of ``config``, which must not be auto then.
+    """
     pipeline, run = config.pipeline, config.run
     if pipeline.in_windows:
         from pipesgd.pipeline.local_steps import LocalSteps
@@ -43,7 +48,7 @@ def make_strategy(
             **_pipeline_options(config, scaler, ranks),
         )
     if pipeline.strategy == "pipelined":
-        return make_pipeline(config, model, optimizer, scaler, ranks)
+        return make_pipeline(config, model, optimizer, scaler, ranks, reduce)
     clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
     if pipeline.strategy == "local":
         from pipesgd.baselines.local import Local
@@ -72,20 +77,16 @@ def make_pipeline(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     ranks: Ranks,
-    *,
-    init_sync: bool = True,
-    successor_of: Pipelined | None = None,
+    reduce: Reduce | None = None,
 ) -> Pipelined:
-    """Return the pipeline of strategy "pipelined"; for ``init_sync`` and ``successor_of`` see ``Pipelined``."""
+    """Return the pipeline of strategy "pipelined"; for ``reduce`` see ``make_strategy``."""
     return Pipelined(
         model,
         optimizer,
         prediction=config.pipeline.prediction,
         guard=config.pipeline.guard,
         buckets=config.pipeline.buckets,
-        reduce=config.pipeline.reduce,
-        init_sync=init_sync,
-        successor_of=successor_of,
+        reduce=config.pipeline.reduce if reduce is None else reduce,
         **_pipeline_options(config, scaler, ranks),
     )
 
@@ -104,7 +105,6 @@ def _pipeline_options(config: TrainConfig, scaler: torch.amp.GradScaler, ranks: 
     return {
         "width": pipeline.width,
         "warmup_iterations": pipeline.warmup_iterations,
-        "allow_drift": pipeline.allow_drift,
         "clip_norm": config.optimization.clip_norm,
         "clip_value": config.optimization.clip_value,
         "scaler": scaler,

@@ -105,8 +105,6 @@ class Strategy(Protocol):
     """Module that the forward pass calls: the model, or a wrapper of it."""
     replicated: bool
     """True if all ranks hold the same weights, bit for bit, after every step."""
-    drifts: bool = False
-    """True if replicas drift apart because ranks' processors compute different bits (``pipesgd.pipeline.sameness``)."""
     owns_optimizer: bool = False
     """True if ``state_dict`` has the state of the optimizer, too, which is each rank's own."""
 
@@ -120,10 +118,6 @@ class Strategy(Protocol):
     def true_weights(self) -> AbstractContextManager[None]:
         """Make the model hold the weights that all ranks agree on while the context is open; by default it does."""
         return nullcontext()
-
-    def share_weights(self) -> None:
-        """Give all ranks rank 0's true weights, if replicas drift. Collective then; by default does nothing."""
-        return
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Let backward passes add to this rank's gradients, without any exchange, while the context is open.

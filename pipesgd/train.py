@@ -46,7 +46,8 @@ from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySi
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
-from pipesgd.planning.followed import FollowedPlan
+from pipesgd.pipeline.exchanges import Reduce
+from pipesgd.planning.drift import Drift
 from pipesgd.planning.plan_run import plan_run, save_cluster
 from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks, check_same_options
@@ -60,12 +61,12 @@ from pipesgd.run.files import write_text_atomically
 from pipesgd.run.folder_lock import FolderLock
 from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
-from pipesgd.run.metrics import History, IterationMetrics, MetricsWriter, statistics, step_seconds
+from pipesgd.run.metrics import History, IterationMetrics, MetricsLines, MetricsWriter, statistics, step_seconds
 from pipesgd.run.state import RunState
 from pipesgd.run.summary import Result, describe, measured_before, network_line, sum_of_finite, summarize
 from pipesgd.run.trace import Trace, loader
-from pipesgd.run.workload import agree_on_workload, check_exchange, load
-from pipesgd.strategies import make_pipeline, make_strategy, serve
+from pipesgd.run.workload import agree_on_workload, check_exchange, load, reduce_of
+from pipesgd.strategies import make_strategy, serve
 from pipesgd.strategy import Span, StepReport, Strategy
 
 DEFAULT_EPOCHS = 3
@@ -84,11 +85,6 @@ LEAST_LOSS_SCALE = 1.0
 OTHER_DATA = (
     "warning: the data{whose} are not those of the checkpoint, {then}; got {now}{where}: the run continues with them "
     "up to iteration {total}, as it began, and is not what it would have been without the interruption"
-)
-
-DRIFTS = (
-    "warning: the ranks' processors compute different bits, so replicas drift apart: all get rank 0's weights at every "
-    "evaluation and checkpoint (--allow-drift)"
 )
 
 
@@ -143,6 +139,8 @@ class Job:
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
     iterations: int
+    reduce: Reduce
+    """Exchange of gradients, of each parameter with ``--reduce auto``."""
     planned: Planned | None
     """Prediction of the timing model; None if it was not asked."""
     lock: FolderLock | None
@@ -174,11 +172,17 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     total = config.optimization.iterations or (
         (config.optimization.epochs or DEFAULT_EPOCHS) * batches.iterations_per_epoch
     )
+    reduce = reduce_of(config, data, model, workers.world_size)
     earlier = output.earlier_run(config, ranks)
     chosen, planned, known = plan_run(
-        config, ranks, model, batches, console, samples=samples, iterations=total, earlier=earlier
+        config, ranks, model, batches, reduce, console, samples=samples, iterations=total, earlier=earlier
     )
-    lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None, earlier)
+    exchanges = None if isinstance(reduce, str) else reduce
+    lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None, earlier, exchanges)
+    if exchanges is not None:
+        named_exchanges = ", ".join(f"{name} by {how}" for name, how in exchanges.items())
+        none = "there is neither an embedding nor a linear layer to train"
+        say(console, f"--reduce auto: {named_exchanges or none}")
     if known is not None and config.planning.auto:
         save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
@@ -197,6 +201,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         optimizer=optimizer,
         schedule=build_schedule(optimization, optimizer, total),
         iterations=total,
+        reduce=reduce,
         planned=planned,
         lock=lock,
     )
@@ -223,18 +228,8 @@ class Run:
             model=job.model,
             optimizer=job.optimizer,
             schedule=job.schedule,
-            strategy=make_strategy(config, job.model, job.optimizer, self.scaler, job.ranks),
+            strategy=make_strategy(config, job.model, job.optimizer, self.scaler, job.ranks, job.reduce),
             losses=self.losses,
-        )
-        self.plan = FollowedPlan(
-            config,
-            job.planned,
-            job.ranks,
-            job.console,
-            self.state,
-            lambda config, former: make_pipeline(
-                config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False, successor_of=former
-            ),
         )
         self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
         self.trace = Trace(job.workers) if config.run.trace else None
@@ -260,7 +255,7 @@ class Run:
         self._stack.enter_context(warnings.catch_warnings())
         # Not needed after an error: a resumed run finds the gradients in flight in the checkpoint.
         warnings.filterwarnings("ignore", "the pipeline was closed after an error")
-        self._stack.push(lambda *error: self.strategy.__exit__(*error))  # it may be another one by then
+        self._stack.push(self.strategy)
         return self
 
     def __exit__(
@@ -279,20 +274,18 @@ class Run:
         if found is None:
             workers.raise_together("results of an earlier run", lambda: output.check_no_results(self.job.folder))
         else:
-            total = found.shared.get("iterations", self.job.iterations)  # earlier versions kept none of these
+            total = found.shared["iterations"]
             if total != self.job.iterations:  # epochs of other data: the schedule was made for those of the checkpoint
                 optimization = self.job.config.optimization.for_ranks(workers.world_size)
                 self.state.schedule = build_schedule(optimization, self.job.optimizer, total)
                 self.job = replace(self.job, iterations=total, schedule=self.state.schedule)
             now = self.job.data.describe(own=True)
-            earlier = now if self.job.data.sharded else found.shared.get("data", now)  # where it was once
-            both = workers.all_gather_object("data of the checkpoint", [found.own.get("data", earlier), now])
+            both = workers.all_gather_object("data of the checkpoint", [found.own["data"], now])
             if changed := [rank for rank, (then, now) in enumerate(both) if then != now]:
                 then, now = both[changed[0]]
                 own = (f" of {named(changed)}", f" on rank {changed[0]}")
                 whose, where = own if self.job.data.sharded else ("", "")
                 self.job.say(OTHER_DATA.format(whose=whose, then=then, now=now, where=where, total=total))
-            self.plan.restore(found.own["strategy"]["iteration"], found.shared)
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
             )
@@ -322,11 +315,9 @@ class Run:
             self._recorders.append(writer)
             bar = ProgressBar(job.console, total=job.iterations, start=self.start)
             self._recorders.append(self._stack.enter_context(bar))
-        if self.strategy.drifts:
-            job.say(DRIFTS)
         # Pushed last, so it runs first: the others must not take this rank for dead while it closes the rest.
         self._stack.push(functools.partial(report_failure, ranks))
-        self.plan.begin(self.start)
+        drift = self._drift()
         # Rank 0 may have read the metrics of days: here, the others wait as long as it makes progress.
         job.workers.all_gather_object("start of training", None, close_by=True)
         job.model.train()
@@ -334,17 +325,10 @@ class Run:
         self._begin = self._last - self.state.seconds
         farewell = ranks.standing.farewell
         farewell.open(members=job.workers.world_size, start=self.start, seconds=config.run.farewell_seconds)
-        if self.start > 0:
-            self.plan.report_exchanges()
         for iteration in range(self.start, job.iterations):
             if farewell.is_due(iteration):
                 raise say_farewell(ranks, iteration, self.save_checkpoint)
-            decision = time.perf_counter()
-            flushed = self.plan.follow(iteration)
-            self._last += time.perf_counter() - decision  # neither decisions nor changes are a part of the iteration
-            metrics = self._iterate(iteration, samples, flushed)
-            if iteration == 0:
-                self.plan.report_exchanges()
+            metrics = self._iterate(iteration, samples)
             done = iteration + 1
             for recorder in self._recorders:
                 recorder.record(metrics)
@@ -353,15 +337,22 @@ class Run:
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
             if checkpoint_schedule.is_due(done, time.perf_counter() - self._last) or done == job.iterations:
                 self.save_checkpoint(done)
-            self.plan.observe(iteration, metrics.seconds["iteration"], fell_back=metrics.fell_back)
+            if drift and (line := drift.observe(iteration, metrics.seconds["iteration"], fell_back=metrics.fell_back)):
+                job.say(line)
             self._last = time.perf_counter()
         farewell.is_open = False
 
-    def _iterate(self, iteration: int, samples: Batches, flushed: StepReport) -> IterationMetrics:
-        """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due.
+    def _drift(self) -> Drift | None:
+        """Return what compares the iterations of this attempt with the plan, on rank 0 of a run that has one."""
+        job, pipeline = self.job, self.job.config.pipeline
+        if job.planned is None or job.workers.rank > 0:
+            return None
+        lines = MetricsLines(job.folder / output.METRICS_FILE) if pipeline.guard and self.start > 0 else ()
+        fell_back = [line["iteration"] for _, line in lines if line["fell_back"]]
+        return Drift(job.planned, warmup_iterations=pipeline.warmup_iterations, fell_back=fell_back)
 
-        ``flushed`` is about gradients that a change of the configuration has applied before it.
-        """
+    def _iterate(self, iteration: int, samples: Batches) -> IterationMetrics:
+        """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due."""
         job, ranks, per_epoch = self.job, self.job.ranks, self.job.batches.iterations_per_epoch
         ranks.iteration = iteration
         lr = float(job.schedule.get_last_lr()[0])
@@ -372,8 +363,7 @@ class Run:
         for _ in range(step.schedule_steps):
             job.schedule.step()
         self.losses.append(loss)
-        report = flushed.followed_by(step)
-        self._take_note(report, iteration)
+        self._take_note(step, iteration)
         if self.trace is not None:
             self.trace.add(spans)
             if (worker := samples.last.worker) is not None:
@@ -386,7 +376,6 @@ class Run:
         evaluation = None
         if (iteration + 1) % (job.config.run.evaluate_iterations or per_epoch) == 0 and iteration + 1 < job.iterations:
             ranks.enter("evaluation")
-            self.strategy.share_weights()
             evaluation = self._evaluate()
         return IterationMetrics(
             iteration=iteration,
@@ -395,10 +384,10 @@ class Run:
             lr=lr,
             samples_per_second=job.config.samples_per_rank * job.workers.world_size / seconds["iteration"],
             seconds=seconds,
-            wire_bytes=report.wire_bytes,
-            skipped=len(report.skipped),
-            nonfinite_ranks=report.nonfinite_ranks,
-            fell_back=report.fell_back,
+            wire_bytes=step.wire_bytes,
+            skipped=len(step.skipped),
+            nonfinite_ranks=step.nonfinite_ranks,
+            fell_back=step.fell_back,
             prediction_cosine=step.comparison.cosine if step.comparison else None,
             prediction_error=step.comparison.relative_error if step.comparison else None,
             test_accuracy=evaluation.accuracy if evaluation else None,
@@ -453,13 +442,12 @@ class Run:
 
     def save_checkpoint(self, done: int) -> bool:
         """Write the checkpoint of ``done`` iterations on all ranks together; return False if one of them could not."""
-        self.strategy.share_weights()
         self.job.ranks.enter("checkpoint")
         for recorder in self._recorders:
             recorder.flush()
         shared, own = self.state.snapshot(time.perf_counter() - self._begin)
         own["data"] = self.job.data.describe(own=True)
-        shared |= {"iterations": self.job.iterations} | self.plan.snapshot()
+        shared |= {"iterations": self.job.iterations}
         written = self.checkpoints.save(done, shared, own)
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written
@@ -470,7 +458,6 @@ class Run:
         job.ranks.enter("last all-reduce", waiting=True)
         report = self.strategy.flush()
         self._take_note(report, job.iterations - 1)
-        self.strategy.share_weights()
         job.ranks.enter("evaluation")
         hashes = hashes_of_ranks(job.model, workers)
         if self.strategy.replicated:
@@ -503,7 +490,7 @@ class Run:
         Raises:
             RunError: a file could not be written.
         """
-        job, folder, config, planned = self.job, self.job.folder, self.plan.config, self.plan.planned
+        job, folder, config, planned = self.job, self.job.folder, self.job.config, self.job.planned
         trouble: list[str] = []
         nothing_new = self.start == job.iterations  # then the trace and each rank's times stay as they were
         if self.trace is not None and not nothing_new:

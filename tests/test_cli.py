@@ -24,7 +24,6 @@ from pipesgd.config import (
     FREE_BETWEEN_RANKS,
     FREE_ON_RESUME,
     TrainConfig,
-    current_names,
     differing_options,
 )
 from pipesgd.errors import UserInputError
@@ -378,7 +377,7 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--reduce auto --codec auto",
-            "codec must be given with --reduce auto, which chooses by it and keeps its choices; got auto",
+            "codec must be given with --reduce auto, which chooses by it; got auto",
         ),
         (
             "--all-reduce native --connections 2",
@@ -608,63 +607,6 @@ def test_questions_about_time_load_no_torch(words: str) -> None:
     script = f"import sys; from pipesgd.__main__ import main; main({words.split()}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
-
-
-@pytest.mark.parametrize(
-    ("former", "current"),
-    [
-        ("--streams 2", "--connections 2"),
-        ("--streams=2", "--connections=2"),
-        ("--strategy ps-sync --server-placement own", "--strategy ps-sync --server-placement dedicated"),
-        ("--strategy ps-sync --server_placement=beside", "--strategy ps-sync --server-placement=colocated"),
-    ],
-)
-def test_former_names_work_and_say_what_they_are_called_now(
-    former: str, current: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert parse(former.split()) == parse(current.split())
-    line = capsys.readouterr().err
-    assert line.startswith("warning: --s")
-    assert line.endswith("; the former name works in this version only\n")
-    assert len(line.splitlines()) == 1
-    file = tmp_path / "former.toml"
-    file.write_text("streams = 3\n")
-    assert parse(["--config", str(file)]).pipeline.connections == 3
-
-
-@pytest.mark.parametrize("in_file", ["streams", "connections"])
-@pytest.mark.parametrize("given", ["--streams", "--connections"])
-def test_the_command_line_wins_over_a_file_whatever_the_option_is_called(
-    in_file: str, given: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text(f"{in_file} = 4\n")
-    assert parse(["--config", str(file), given, "2"]).pipeline.connections == 2
-    file.write_text("strategy = 'ps-sync'\nserver-placement = 'own'\n")
-    assert parse(["--config", str(file), "--server_placement", "beside"]).pipeline.server_placement == "colocated"
-
-
-def test_a_former_name_of_an_option_that_the_command_does_not_have_is_not_renamed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(UserInputError, match="got --streams"):
-        parse_as(CalibrateConfig, "calibrate", ["--streams", "2"])
-    assert capsys.readouterr().err == ""
-
-
-def test_a_run_that_the_previous_version_recorded_has_current_names() -> None:
-    now = parse(["--strategy", "ps-sync", "--server-placement", "dedicated"]).options()
-    then = {"streams" if name == "connections" else name: value for name, value in now.items()}
-    assert current_names(then | {"server-placement": "own"}) == now
-
-
-@pytest.mark.parametrize("words", ["", "--local-steps 4", "--strategy ddp"])
-def test_a_run_older_than_a_left_out_outer_optimizer_had_none(words: str) -> None:
-    now = parse(words.split()).options()
-    then = now | {"outer": "average"}
-    assert current_names(then) == then, "a run of this version has been told so"
-    del then["buckets"]
-    assert TrainConfig().options() | current_names(then) == now
 
 
 def help_of(*arguments: str) -> str:

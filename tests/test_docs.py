@@ -105,7 +105,6 @@ ELSEWHERE = {
     *("rdzv-backend", "rdzv-conf", "rdzv-endpoint", "local-addr", "signals-to-handle"),
     *("nodes", "rate", "loss", "slow-node", "only", "quick", "finished"),  # of experiments
     *("help", "help-all", "config", "logdir"),  # of all; TensorBoard's
-    *("streams", "cards"),  # former names
 }
 
 

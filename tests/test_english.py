@@ -48,10 +48,6 @@ REFUSED = {
 """Patterns of refused words, and what to write instead."""
 EXCEPTIONS = {
     "tests/test_english.py": "names the refused words",
-    "pipesgd/config.py": "names the former values of an option",
-    "tests/test_cli.py": "tests the former values of an option",
-    "tests/test_docs.py": "names the former names of options",
-    "tests/timing_model/test_cli.py": "tests the former values of an option",
     "CHANGELOG.md": "names the former values of an option",
 }
 """Files that may hold refused words, and the reason."""

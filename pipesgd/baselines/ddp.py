@@ -141,7 +141,7 @@ class Ddp(Strategy):
         Raises:
             ValueError: the state is one of a model with other parameters.
         """
-        order = state.get("ready_order")  # earlier versions had none
+        order = state["ready_order"]
         if self._ready_order is None and order is not None:
             with self._buckets.staying():
                 self._ddp.rehearse(order)

@@ -38,8 +38,9 @@ class Local(Strategy):
 
         Raises:
             NonFiniteGradientError: the gradients hold a NaN or an infinity.
+            UserInputError: parameters were frozen, unfrozen or added.
         """
-        self._update.follow_parameters()
+        self._update.check_parameters("local training")
         iteration = self.iteration
         self.iteration += 1
         return self._update.apply(iteration)

@@ -12,7 +12,7 @@ import copy
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -58,6 +58,10 @@ class TrainingMode(NamedTuple):
     codec: str
 
 
+Make = Callable[[int, nn.Module, torch.optim.Optimizer, torch.amp.GradScaler], Pipelined]
+"""Function that makes a pipeline for a copy of the model."""
+
+
 def least_iterations(modes: Iterable[TrainingMode]) -> int:
     """Return the fewest iterations of a training in these ways."""
     return LEAST_LAPS * sum(_least_of_lap(way.width) for way in modes)
@@ -75,6 +79,16 @@ class Training:
     """A model that all ranks train in several ways. All ranks create it, and call it, together.
 
     As a context manager it ends the communication at the end of the block; after an error, it waits for no other rank.
+
+    Args:
+        config: configuration of the training.
+        model: model on a CPU, of which each way trains a copy.
+        batches: batches of this rank.
+        prediction: how the weights are predicted from gradients in flight.
+        modes: the ways to train.
+        ranks: ranks that take part.
+        make: function that makes the pipeline of a way, by its number, for a copy of the model, an optimizer and a
+            scaler; by default pipelines have no options but those of ``modes`` and the prediction.
     """
 
     def __init__(
@@ -85,6 +99,7 @@ class Training:
         prediction: str,
         modes: Sequence[TrainingMode],
         ranks: Ranks,
+        make: Make | None = None,
     ):
         self._config = config
         self._batches = batches
@@ -96,9 +111,12 @@ class Training:
             for _ in modes
         ]
         self._strategies: list[Pipelined] = []
-        for way, scaler in zip(modes, self._scalers, strict=True):
+        for number, (way, scaler) in enumerate(zip(modes, self._scalers, strict=True)):
             own = copy.deepcopy(model).train()
             optimizer = build_optimizer(config.optimization, own)
+            if make is not None:
+                self._strategies.append(make(number, own, optimizer, scaler))
+                continue
             self._strategies.append(
                 Pipelined(
                     own,

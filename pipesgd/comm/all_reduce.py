@@ -210,11 +210,6 @@ class ScheduledAllReduce:
     def wire_bytes(self, flat: Tensor) -> int:
         return self._plan(flat).wire_bytes
 
-    def forget_plans(self, most_plans: int) -> None:
-        """Forget all plans, and keep at most this many from now on. No sum may be running."""
-        self._plans.clear()
-        self._most_plans = most_plans
-
     def _encode(
         self,
         encoding: _Encoding,
@@ -228,7 +223,7 @@ class ScheduledAllReduce:
         codec = self._codec
         shared = residual is not None and encoding.holders > 1  # the residual has been added to the values before
         own = plan.shared_residual[: values.numel()].zero_() if shared else residual
-        key = mixed(key, encoding.nonce)
+        key = 0 if codec.in_place else mixed(key, encoding.nonce)  # exact codecs draw no random numbers
         if received is None:
             codec.encode(values, own, wire, key)
         else:

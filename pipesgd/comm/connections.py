@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
@@ -68,20 +67,11 @@ class Connections:
                 "all_reduce must not be native with a process_group of GPUs, for which nccl is not set up"
             )
         self._name = all_reduce
-        self._made_with = {
-            "timeout": timeout,
-            "segment_bytes": segment_bytes,
-            "connections": connections,
-            "rate_limit": rate_limit,
-            "device": device,
-        }
         self.ranks = ranks
         self._timeout = timeout
         self._segment_bytes = paced_segment_bytes(segment_bytes, rate_limit)
         self._rate_limit = rate_limit
         self._buckets = buckets
-        self._made = weakref.WeakSet[ScheduledAllReduce]()
-        """Collectives that run over these connections, as long as somebody holds them."""
         on_each_node = ranks_per_node(ranks) if all_reduce == "hierarchical" else 1
         is_outside = ranks.rank >= ranks.world_size  # this rank is not among ``ranks``, the first ones of the job
         if all_reduce != "native" and not is_outside:  # refused before there are groups, which torch would keep
@@ -94,7 +84,7 @@ class Connections:
         self._control = self._groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
         if is_outside:
             return
-        pace = TokenBucket(rate_limit).take
+        pace = TokenBucket(rate_limit).take if rate_limit < math.inf else _at_once
         self.control = TorchTransport(self._control, timeout, before_sends=pace)
         """Transport of the headers, which counts their bytes."""
         self._headers = Headers(self.control)
@@ -102,10 +92,6 @@ class Connections:
             return
         self._transport = TorchTransport(self._groups, timeout, before_waits=self._headers.check, before_sends=pace)
         self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
-
-    def are(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> bool:
-        """Return True if these are connections of this all-reduce, with these values of the other arguments."""
-        return self._name == all_reduce and self._made_with == wanted
 
     def begin(self, call: str, iteration: int) -> None:
         """Begin the sums of ``call`` (one of ``headers.CALLS``) in ``iteration``, which last until the next ``begin``.
@@ -160,12 +146,6 @@ class Connections:
         self._groups.clear()  # transports and collectives share this list, so nobody holds a group any more
         self._control.clear()
 
-    def begin_buckets(self, buckets: int) -> None:
-        """Reduce this number of other buckets again and again from now on. No sum may be running."""
-        self._buckets = buckets
-        for one in self._made:
-            one.forget_plans(MOST_PLANS * buckets)
-
     def all_reduce(self, codec: Codec | None = None) -> AllReduce:
         """Return the all-reduce with this codec on the wire; exact without one.
 
@@ -185,7 +165,7 @@ class Connections:
 
     def _scheduled(self, schedule: Schedule, codec: Codec) -> AllReduce:
         check_block(codec, self._rate_limit)
-        made = ScheduledAllReduce(
+        return ScheduledAllReduce(
             self.transport,
             schedule,
             codec,
@@ -193,8 +173,10 @@ class Connections:
             most_plans=MOST_PLANS * self._buckets,
             paced=self._rate_limit < math.inf,
         )
-        self._made.add(made)
-        return made
+
+
+def _at_once(nbytes: int) -> None:
+    """Let a message pass."""
 
 
 def check_block(codec: Codec, rate_limit: float) -> None:

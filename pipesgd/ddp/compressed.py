@@ -186,7 +186,7 @@ class CompressedBuckets:
         Raises:
             UserInputError: parameters were in another memory order.
         """
-        check_layouts(state.get("strides", ()), self._parameters)  # earlier versions had only contiguous ones
+        check_layouts(state["strides"], self._parameters)
         self.iteration = state["iteration"]
         self._reducers.clear()
         loaded = zip(self._parameters, state["residuals"], strict=True)

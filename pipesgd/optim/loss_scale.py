@@ -113,10 +113,10 @@ class LossScale:
         scale = None if self._scaler is None else self._scaler.get_scale()
         return {"scale": scale, "finite_in_a_row": self._finite_in_a_row}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state_dict``; from one without scaling, at the scaler's own scale."""
-        self._finite_in_a_row = state["finite_in_a_row"]
-        if self._scaler is not None and state["scale"] is not None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a ``state_dict``; without one, or from one without scaling, at the scaler's own scale."""
+        self._finite_in_a_row = 0 if state is None else state["finite_in_a_row"]
+        if self._scaler is not None and state is not None and state["scale"] is not None:
             self._set_scale(state["scale"])
 
     def _set_scale(self, scale: float) -> None:

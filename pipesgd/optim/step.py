@@ -74,14 +74,6 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     give_gradients(held, [None] * len(held))
 
 
-def drop_gradients_of_frozen(optimizer: torch.optim.Optimizer) -> None:
-    """Drop the gradients of frozen parameters: ``optimizer`` would update the parameters with them in every step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                parameter.grad = None
-
-
 @contextlib.contextmanager
 def set_aside_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Take away the gradients of ``optimizer``'s parameters while the context is open, then give them back."""
@@ -227,15 +219,6 @@ class SynchronousUpdate:
         self._averaged = averaged
         self._skip_nonfinite = on_nonfinite == "skip" or self.loss_scale.skips
         drop_gradients(optimizer)
-
-    def follow_parameters(self) -> None:
-        """Follow the optimizer's parameters: nothing is exchanged, so they may be frozen, unfrozen or added to."""
-        identities = trainable_identities(self._optimizer)
-        if identities != self._identities:
-            parameters = trainable_parameters(self._optimizer)
-            self.loss_scale.check(parameters)
-            self.parameters, self._identities = parameters, identities
-            drop_gradients_of_frozen(self._optimizer)
 
     def check_parameters(self, strategy: str) -> None:
         """Refuse parameters that were frozen, unfrozen or added since, which ``strategy`` cannot follow.

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from pipesgd.codecs.base import Codec
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import check_dense
 from pipesgd.optim.step import trainable_identities, trainable_parameters
 from pipesgd.pipeline.buckets import bucket_indices
-from pipesgd.pipeline.exchanges import Exchanges, pieces_of
-from pipesgd.pipeline.factor_hooks import FactorHooks
-from pipesgd.ranks import Ranks
+from pipesgd.pipeline.exchanges import Exchanges
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,12 @@ class Cut:
     """Indices of the parameters of each bucket, in the order in which the buckets leave."""
     identities: list[int]
     """``trainable_identities`` of the optimizer when this was made."""
+    buckets: list[list[Tensor]]
+    """Parameters of each bucket."""
+    exchange: list[str]
+    """Exchange of each bucket's gradients."""
+    dense: list[list[Tensor]]
+    """Parameters of each bucket whose gradients must be dense: all but embeddings that are exchanged by rows."""
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, into: str, exchanges: Exchanges) -> Self:
@@ -46,66 +47,16 @@ class Cut:
         """
         parameters, identities = trainable_parameters(optimizer), trainable_identities(optimizer)
         _check_max_norm(model, parameters)
-        return cls(model, optimizer, into, parameters, exchanges, [], identities)._in_buckets()
-
-    def again(self) -> Self:
-        """Return the parameters that are trained now, with the choices of exchanges made so far.
-
-        Raises:
-            UserInputError: as ``of``.
-        """
-        return self.of(self.model, self.optimizer, self.into, self.exchanges.again())
-
-    def with_choices(self, choices: Mapping[int, str]) -> Self:
-        """Return the same parameters with these choices of exchanges."""
-        return dataclasses.replace(self, exchanges=self.exchanges.again(choices))._in_buckets()
-
-    def chosen(self, ranks: Ranks, hooks: FactorHooks, scale: float, codec: Codec) -> Self:
-        """Return the same parameters, with exchanges chosen by their gradients for the undecided ones. Collective.
-
-        ``hooks`` keep the factors of the gradients, ``scale`` is their loss scale, and ``codec`` that of whole ones.
-        """
-        undecided, exchanges = self.undecided, self.exchanges.again()
-        own = [pieces_of(one, exchanges.kinds[id(one)], hooks, scale) for one in undecided]
-        of_ranks = ranks.all_gather_object("sizes of gradients", own)
-        for parameter, counts in zip(undecided, zip(*of_ranks, strict=True), strict=True):
-            exchanges.choose(parameter, counts, codec, ranks.world_size)
-        return self.with_choices(exchanges.choices)
-
-    def _in_buckets(self) -> Self:
-        if self.exchanges.reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
-            bucket_indices(self.model, self.parameters, self.into, [self.exchanges.possible()])
-        indices = bucket_indices(self.model, self.parameters, self.into, self.exchanges.apart())
-        return dataclasses.replace(self, indices=indices)
-
-    @property
-    def buckets(self) -> list[list[Tensor]]:
-        """Parameters of each bucket, in the order in which the buckets leave."""
-        return [[self.parameters[index] for index in bucket] for bucket in self.indices]
+        indices = bucket_indices(model, parameters, into, exchanges.apart())
+        buckets = [[parameters[index] for index in bucket] for bucket in indices]
+        exchange = [exchanges.of(bucket[0]) for bucket in buckets]
+        dense = [[] if how == "rows" else bucket for bucket, how in zip(buckets, exchange, strict=True)]
+        return cls(model, optimizer, into, parameters, exchanges, indices, identities, buckets, exchange, dense)
 
     @property
     def whole_buckets(self) -> list[list[Tensor]]:
         """Parameters of the buckets whose gradients are exchanged whole."""
-        return [bucket for number, bucket in enumerate(self.buckets) if self.exchange_of(number) == "matrix"]
-
-    @property
-    def undecided(self) -> list[Tensor]:
-        """Parameters whose exchange is still to be chosen."""
-        return self.exchanges.undecided(self.parameters)
-
-    def exchange_of(self, number: int) -> str:
-        """Return how the gradients of this bucket are exchanged."""
-        return self.exchanges.of(self.parameters[self.indices[number][0]])
-
-    def check_dense(self, indices: Sequence[int]) -> None:
-        """Refuse sparse gradients of these parameters, except of embeddings that may be exchanged by rows."""
-        parameters = [self.parameters[index] for index in indices]
-        check_dense([one for one in parameters if self.exchanges.kinds.get(id(one)) != "rows"])
-
-    @property
-    def is_present(self) -> bool:
-        """True if the optimizer still trains these parameters."""
-        return trainable_identities(self.optimizer) == self.identities
+        return [bucket for bucket, how in zip(self.buckets, self.exchange, strict=True) if how == "matrix"]
 
 
 def _check_max_norm(model: nn.Module, parameters: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from pipesgd.optim import hyperparameters
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import count_as_stepped
 from pipesgd.pipeline.divergence_guard import Guard
-from pipesgd.pipeline.islands import Replica
+from pipesgd.pipeline.islands import Island
 from pipesgd.pipeline.prediction import Agreement, NoPrediction, Prediction, SwappedWeights, Unapplied, make_prediction
 from pipesgd.strategy import Comparison
 
@@ -43,8 +43,8 @@ class DelayedUpdate:
         prediction: a name or a class; not used at width 1, unless it is a class that says so (``at_width_1``).
         guard: whether to fall back to width 1 when gradients blow up. At width 1 it judges nothing, but its state is
             kept for a later pipeline.
-        clip: clipping of averaged gradients, and of the guesses in their place in a prediction.
-        replica: the replica that the weights are of; by default this rank holds it alone.
+        clip: clipping of averaged gradients, and of the guesses in their place in a prediction; None clips nothing.
+        island: the ranks that hold the weights together with this one; None if it holds them alone.
         written: function that is called once with a parameter that was written while it held predicted weights.
 
     Raises:
@@ -60,8 +60,8 @@ class DelayedUpdate:
         warmup_iterations: int,
         prediction: str | type[Prediction],
         guard: bool,
-        clip: Clipping,
-        replica: Replica | None = None,
+        clip: Clipping | None,
+        island: Island | None = None,
         written: Callable[[Tensor], None] | None = None,
     ):
         self.width = width
@@ -71,9 +71,13 @@ class DelayedUpdate:
         self._guard = Guard() if guard else None
         self._optimizer = optimizer
         self._clip = clip
-        self._replica = replica or Replica()
-        self._written = written
-        self.follow(parameters)
+        self._island = island
+        self._prediction = make_prediction(self._kind, parameters, optimizer, clip)
+        if island is not None:
+            self._prediction.add_up = island.add_up
+            self._prediction.weights.exchanged = island.gather_again
+        self._prediction.weights.notices.tell = written
+        self._parameters = parameters
 
     @property
     def weights(self) -> SwappedWeights:
@@ -100,18 +104,6 @@ class DelayedUpdate:
         """Memory in bytes that the prediction holds, besides what it keeps of gradients in flight."""
         return self._prediction.nbytes
 
-    def follow(self, parameters: Sequence[Tensor]) -> None:
-        """Update these parameters from now on; no gradient may be in flight. The prediction starts again.
-
-        Raises:
-            UserInputError: the optimizer cannot be copied for the prediction.
-        """
-        self._prediction = make_prediction(self._kind, parameters, self._optimizer, self._clip)
-        self._prediction.add_up = self._replica.add_up
-        self._prediction.weights.exchanged = self._replica.gather_again
-        self._prediction.weights.notices.tell = self._written
-        self._parameters = parameters
-
     def width_after(self, iterations: int) -> int:
         """Return the width at which gradients are applied after this number of iterations has been handed over."""
         synchronous = iterations <= self.warmup_iterations
@@ -126,7 +118,9 @@ class DelayedUpdate:
 
     def compare(self, mean: Sequence[Tensor], unapplied: Unapplied) -> Comparison | None:
         """Compare ``mean`` with its guess; None if there was none. Any thread may call this, before ``arrived``."""
-        return self._prediction.compare(self._replica.counted(mean), self._replica.counted(unapplied.kept))
+        if self._island is None:
+            return self._prediction.compare(mean, unapplied.kept)
+        return self._prediction.compare(self._island.counted(mean), self._island.counted(unapplied.kept))
 
     def arrived(
         self,
@@ -150,7 +144,8 @@ class DelayedUpdate:
         guard = self._guard if self.wants_norms else None
         fell_back = guard is not None and norm is not None and guard.observe(norm, iteration)
         self.learn(mean, guessed)
-        self._clip(mean)
+        if self._clip is not None:
+            self._clip(mean)
         give_gradients(self._parameters, mean)
         with hyperparameters.set_to(self._optimizer, guessed[0].unapplied.hyperparameters):
             self._optimizer.step()

@@ -50,35 +50,20 @@ class FactorHooks:
 
     Args:
         model: the model.
-        loss_scale: scale of the losses, by which output gradients are divided.
+        weights: the weights, all trained, of whose gradients the factors are kept.
+        loss_scale: scale of the losses, by which output gradients are divided; None if they have none.
     """
 
-    def __init__(self, model: nn.Module, loss_scale: LossScale):
-        self._model = model
+    def __init__(self, model: nn.Module, weights: Sequence[Tensor], loss_scale: LossScale | None):
         self._loss_scale = loss_scale
-        self._kept: dict[int, _Kept] = {}  # by the id of the weight
-
-    def follow(self, weights: Sequence[Tensor]) -> None:
-        """Keep the factors of these weights' gradients from now on, and those of no others."""
-        wanted = {id(weight): weight for weight in weights}
-        for identity in self._kept.keys() - wanted.keys():
-            for handle in self._kept.pop(identity).handles:
-                handle.remove()
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        new = {
-            identity: _Kept(wanted[identity], Factors(names[identity]))
-            for identity in wanted.keys() - self._kept.keys()
-        }
-        for kept in new.values():
-            trained = kept.weight.requires_grad
-            kept.weight.requires_grad_(True)  # torch takes this hook of no frozen tensor, and keeps it when one freezes
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._kept = {id(weight): _Kept(weight, Factors(names[id(weight)])) for weight in weights}
+        for kept in self._kept.values():
             kept.handles.append(kept.weight.register_post_accumulate_grad_hook(partial(self._accumulated, kept)))
-            kept.weight.requires_grad_(trained)
-        for module in self._model.modules():
-            if is_linear(module) and (of_module := new.get(id(module.weight))) is not None:
+        for module in model.modules():
+            if is_linear(module) and (of_module := self._kept.get(id(module.weight))) is not None:
                 called = OutsideOfGraphs(partial(self._called, of_module))
                 of_module.handles.append(module.register_forward_hook(called, prepend=True, with_kwargs=True))
-        self._kept |= new
 
     def look(self, weight: Tensor) -> Factors:
         """Return the factors of what the ``.grad`` of ``weight`` holds; none if there is no gradient."""
@@ -93,7 +78,10 @@ class FactorHooks:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        self.follow([])
+        for kept in self._kept.values():
+            for handle in kept.handles:
+                handle.remove()
+        self._kept.clear()
 
     def _called(self, kept: _Kept, module: nn.Module, arguments: Any, named: Any, output: Tensor) -> None:
         """Watch for the gradient of a call's output."""
@@ -120,7 +108,7 @@ class FactorHooks:
         rows, columns = kept.weight.shape
         count = math.prod(inputs.shape[:-1])
         x, g = inputs.reshape(count, columns), gradient.detach().reshape(count, rows)
-        scale = self._loss_scale.scale
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         kept.pending[backward].add(
             Factors(
                 kept.complete.name,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -55,13 +54,6 @@ class Outgoing:
     gathered_bytes: int = 0
     """Bytes that this rank has sent to gather what gradients are made of."""
 
-    @contextlib.contextmanager
-    def summing(self) -> Iterator[None]:
-        """Record the time that the context is open in ``sums``."""
-        start = time.perf_counter()
-        yield
-        self.sums.append(Span("communication", self.iteration, start, time.perf_counter()))
-
 
 @dataclass(frozen=True)
 class InFlight:
@@ -104,7 +96,7 @@ class InFlight:
                 spans=[Span("communication", state["iteration"], now, now)],
                 comparison=Comparison(*state["comparison"]) if state["comparison"] else None,
                 norm=state["norm"],
-                gathered_bytes=state.get("gathered_bytes", 0),  # earlier versions had none
+                gathered_bytes=state["gathered_bytes"],
             )
         )
         return cls(

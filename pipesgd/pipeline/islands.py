@@ -1,4 +1,4 @@
-"""Replicas of the model: those that one rank holds, and islands, of which each of several ranks holds a part.
+"""Islands: replicas of the model of which each of several ranks holds a part.
 
 Inside an island the model is split by torch (``parallelize_module``, ``fully_shard``), over fast links. Ranks that hold
 the same part of every island form a ring of their own, over the slow links between islands. What concerns a replica as
@@ -32,90 +32,7 @@ ALIKE = 1e-3
 of other samples are far above."""
 
 
-class Replica:
-    """A replica of the model that this rank holds alone, so that what it computes of the replica is of the whole."""
-
-    between: Group | None = None
-    """Group of the ranks that hold the same part of every replica; None if no mesh says so."""
-    members: Sequence[Ranks] = ()
-    """The ranks that hold the replica together; empty if this one does so alone."""
-    shape: Sequence[int] = ()
-    """Shape of the mesh that the replicas are on."""
-
-    def join(self, between: Ranks) -> None:
-        """Find the other members. All ranks call this together, as they do all that follows."""
-
-    def connect(self) -> None:
-        """Connect to the other members."""
-
-    def check(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
-        """Refuse parameters of ``model`` that a replica like this one cannot train.
-
-        Raises:
-            UserInputError: there are such parameters.
-        """
-        for parameter in parameters:
-            if is_dtensor(parameter):
-                raise UserInputError(
-                    "mesh must be given where a parameter is a DTensor, with islands along its first dimension; got "
-                    f"none, and {_name(model, parameter)} on {_on(parameter)}"
-                )
-
-    def follow(self, parameters: Sequence[Tensor]) -> None:
-        """Expect gradients of these parameters, which ``check`` accepts, from now on."""
-
-    def share(self, model: nn.Module, also: Sequence[Tensor]) -> None:
-        """Give all members the first one's values of what is not sharded of ``model``'s parameters and buffers, and of
-        the tensors in ``also``."""
-
-    def combine_buffers(self, model: nn.Module, how: str) -> None:
-        """Combine floating-point buffers of the members, as ``replicas.combine_buffers`` does."""
-
-    def counted(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the values that this rank counts, so that all members together count each value once.
-
-        ``gradients`` are those of the parameters, in their order; each that another member counts becomes empty.
-        """
-        return gradients
-
-    def check_alike(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse first gradients of these parameters that differ between members which hold a parameter alike."""
-
-    def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients of the replica, given this rank's part of them."""
-        return torch.nn.utils.get_total_norm(gradients)
-
-    def is_so(self, flag: bool) -> bool:
-        """Return True if ``flag`` is true on all members."""
-        return flag
-
-    def begin(self, iteration: int) -> None:
-        """Let the communication thread's sums, those of the next two methods, be of ``iteration`` from now on."""
-
-    def add_up(self, numbers: Sequence[float]) -> Sequence[float]:
-        """Return the sums of ``numbers`` over the members."""
-        return numbers
-
-    def finite_norm(
-        self, finite: bool, norm: Callable[[], float], mean: Sequence[Tensor], agree: Callable[[Tensor], Tensor]
-    ) -> tuple[bool, float]:
-        """Return whether the whole mean is finite, and its norm, given these for this rank's part, ``mean``.
-
-        ``agree`` returns what is near a number on all ranks that hold this part: one with the same bits on all of them.
-        """
-        return finite, norm()
-
-    def gather_again(self) -> None:
-        """Forget weights that were gathered from the members, since they have changed."""
-
-    def wait_for_all(self) -> None:
-        """Return when all members have called this."""
-
-    def close(self) -> None:
-        """End the connections to the members."""
-
-
-class Island(Replica):
+class Island:
     """A replica of which each member holds shards, and all hold what is not sharded.
 
     Args:
@@ -136,14 +53,18 @@ class Island(Replica):
                 "mesh must be left out unless the optimizer's parameters are sharded over its inner dimensions (by "
                 "parallelize_module or fully_shard, before the optimizer is made); got none that is"
             )
-        self.check(model, parameters)
+        self._check(model, parameters)
         if isinstance(optimizer, OF_WHOLE_MATRICES):
             raise UserInputError(
                 f"optimizer must update value by value {WITH_ISLANDS}; got {type(optimizer).__name__}, which needs the "
                 f"whole of {_name(model, sharded[0])}"
             )
-        self.between = mesh.get_group(0)
-        self.shape = tuple(mesh.shape)
+        self.between: Group = mesh.get_group(0)
+        """Group of the ranks that hold the same part of every replica."""
+        self.shape: Sequence[int] = tuple(mesh.shape)
+        """Shape of the mesh that the replicas are on."""
+        self.members: Sequence[Ranks] = ()
+        """The ranks that hold the replica together, once it has joined them."""
         self._parameters = parameters
         self._counts: list[bool] = []
         """For each parameter, whether this rank counts the values that it holds of it."""
@@ -153,7 +74,8 @@ class Island(Replica):
         self._not_compared: set[int] = set()
         """Identities of the parameters that members hold alike, and whose gradients were not compared yet."""
 
-    def check(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+    def _check(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Refuse parameters of ``model`` that members of an island cannot train."""
         for parameter in parameters:
             name = _name(model, parameter)
             if parameter.is_complex():
@@ -169,36 +91,43 @@ class Island(Replica):
                 )
 
     def join(self, between: Ranks) -> None:
+        """Find the other members. All ranks call this together, as they do all that follows."""
         self._ranks = among(self._numbers, between.standing)
         self.members = [self._ranks]
 
     def connect(self) -> None:
+        """Connect to the other members."""
         for _ in range(2):  # one for the main thread, one for the communication thread
             self._sums.append(_Sums(self._ranks))
         self._in_main, self._in_thread = self._sums
-        self.follow(self._parameters)
-
-    def follow(self, parameters: Sequence[Tensor]) -> None:
-        own = [place(parameter) for parameter in parameters]
+        own = [place(parameter) for parameter in self._parameters]
         before = self._ranks.all_gather_object("places of shards", own)[: self._ranks.rank]
         self._counts = [all(places[index] != one for places in before) for index, one in enumerate(own)]
-        self._not_compared = {id(one) for one in parameters if not sharded_dimensions(one)}
+        self._not_compared = {id(one) for one in self._parameters if not sharded_dimensions(one)}
 
     def share(self, model: nn.Module, also: Sequence[Tensor]) -> None:
+        """Give all members the first one's values of what is not sharded of ``model``'s parameters and buffers, and of
+        the tensors in ``also``."""
         tensors = (*model.parameters(), *model.buffers(), *also)
         same = [tensor for tensor in tensors if not sharded_dimensions(tensor)]
         share_rank_0s_values(nn.Module(), same, self._ranks.rank, self._in_main.sum)
 
     def combine_buffers(self, model: nn.Module, how: str) -> None:
+        """Combine floating-point buffers of the members, as ``replicas.combine_buffers`` does."""
         combine_buffers(model, how, self._ranks, self._in_main.sum)
 
     def counted(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the values that this rank counts, so that all members together count each value once.
+
+        ``gradients`` are those of the parameters, in their order; each that another member counts becomes empty.
+        """
         if not gradients:  # none were kept
             return gradients
         pairs = zip(gradients, self._counts, strict=True)
         return [gradient if counts else gradient.reshape(-1)[:0] for gradient, counts in pairs]
 
     def check_alike(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse first gradients of these parameters that differ between members which hold a parameter alike."""
         compared = [one for one in parameters if id(one) in self._not_compared]
         if not compared:
             return
@@ -211,42 +140,53 @@ class Island(Replica):
             if members * squares > (1 + ALIKE**2) * total**2:
                 raise UserInputError(
                     "gradients of what members of an island hold alike must be the same on all of them, from the same "
-                    "samples, random numbers and values of added parameters; got others of "
+                    "samples and random numbers; got others of "
                     f"{_name(self._model, parameter)} in the first step"
                 )
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of all gradients of the replica, given this rank's part of them."""
         own = torch.nn.utils.get_total_norm(self.counted(gradients))
         [squares] = self._in_main([own.item() ** 2])
         return own.new_tensor(math.sqrt(squares))
 
     def is_so(self, flag: bool) -> bool:
+        """Return True if ``flag`` is true on all members."""
         [others] = self._in_main([float(not flag)])
         return not others
 
     def begin(self, iteration: int) -> None:
+        """Let the communication thread's sums, those of the next two methods, be of ``iteration`` from now on."""
         self._in_thread.iteration = iteration
 
     def add_up(self, numbers: Sequence[float]) -> Sequence[float]:
+        """Return the sums of ``numbers`` over the members."""
         return self._in_thread(numbers)
 
     def finite_norm(
-        self, finite: bool, norm: Callable[[], float], mean: Sequence[Tensor], agree: Callable[[Tensor], Tensor]
+        self, finite: bool, mean: Sequence[Tensor], agree: Callable[[Tensor], Tensor]
     ) -> tuple[bool, float]:
+        """Return whether the whole mean is finite, and its norm, given whether this rank's part, ``mean``, is finite.
+
+        ``agree`` returns what is near a number on all ranks that hold this part: one with the same bits on all of them.
+        """
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in self.counted(mean)]
         own = agree(torch.stack(norms).square().sum()).item()
         squares, not_finite = self._in_thread([own if finite else 0.0, float(not finite)])
         return not not_finite, math.sqrt(squares)
 
     def gather_again(self) -> None:
+        """Forget weights that were gathered from the members, since they have changed."""
         for module in self._gathering:
             module.reshard()
 
     def wait_for_all(self) -> None:
+        """Return when all members have called this."""
         for sums in self._sums:
             sums.connections.wait_for_all()
 
     def close(self) -> None:
+        """End the connections to the members."""
         for sums in self._sums:
             sums.connections.close()
 
@@ -276,14 +216,14 @@ class _Sums:
         self.connections.run("step", iteration or 0, job)
 
 
-def replica_of(
+def island_of(
     mesh: Any,
     model: nn.Module,
     parameters: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
     refused: Mapping[str, bool],
-) -> Replica:
-    """Return the replica of ``model`` that this rank holds, alone or, with a ``mesh``, as a member of an island.
+) -> Island | None:
+    """Return the island that this rank is a member of; None without a ``mesh``, where it holds the model alone.
 
     Args:
         mesh: ranks of all islands, the first dimension being the one between islands; None if there are none.
@@ -296,9 +236,13 @@ def replica_of(
         UserInputError: a DTensor without a mesh, or what ``Island`` refuses.
     """
     if mesh is None:
-        replica = Replica()
-        replica.check(model, parameters)
-        return replica
+        for parameter in parameters:
+            if is_dtensor(parameter):
+                raise UserInputError(
+                    "mesh must be given where a parameter is a DTensor, with islands along its first dimension; got "
+                    f"none, and {_name(model, parameter)} on {_on(parameter)}"
+                )
+        return None
     for option, used in refused.items():
         if used:
             raise UserInputError(f"{option} must be left out {WITH_ISLANDS}; got both")

@@ -352,7 +352,6 @@ class LocalSteps(Strategy):
         except BaseException:
             self._inner.loss_scale.leave()
             raise
-        self.drifts = self._pipeline.drifts
         self._window = Window(self._inner.parameters, lambda: self._pipeline.weights, pull)
         self._own_steps = OwnSteps(optimizer)
         self._own_steps.refuse_others()
@@ -418,10 +417,6 @@ class LocalSteps(Strategy):
         with self._pipeline.true_weights():
             yield
 
-    def share_weights(self) -> None:
-        """Give all ranks rank 0's outer weights, if replicas drift. Collective."""
-        self._pipeline.share_weights()
-
     def combine_buffers(self, how: str = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self._pipeline.combine_buffers(how)
@@ -444,7 +439,7 @@ class LocalSteps(Strategy):
         """Raise what ``load_state_dict`` raises before it changes anything: see there."""
         if (before := state["pipeline"]["buckets"]) != str(self._fragments):
             raise UserInputError(f"fragments must be {before}, as in the state that is loaded; got {self._fragments}")
-        for name, value in state.get("settings", self._settings).items():  # earlier versions had none
+        for name, value in state["settings"].items():
             if value != self._settings[name]:
                 raise UserInputError(
                     f"{name} must be {value}, as in the state that is loaded; got {self._settings[name]}"
@@ -480,7 +475,7 @@ class LocalSteps(Strategy):
         self._inner.loss_scale.load_state_dict(state["loss_scale"])
         self._pipeline.load_checked(state["pipeline"])
         self._window.load_state_dict(state["window"])
-        self._average_due = bool(self._averaged) and state.get("average_due", False)  # earlier versions had none
+        self._average_due = bool(self._averaged) and state["average_due"]
 
     def fail(self, error: BaseException) -> None:
         """End every wait at once with ``error``, such as a failure of another rank. Thread-safe."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipesgd.flat_buffer import BucketedBuffer, make_dense, pack_gradients, rearranged
+from pipesgd.flat_buffer import BucketedBuffer, make_dense, pack_gradients
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.factor_hooks import FactorHooks
@@ -22,22 +22,15 @@ class Packing:
 
     Args:
         cut: the parameters that are trained, in buckets.
-        loss_scale: scale of the gradients in ``.grad``.
-        factor_hooks: what keeps the factors of those that are exchanged by factors.
+        loss_scale: scale of the gradients in ``.grad``; None if they have none.
     """
 
-    def __init__(self, cut: Cut, loss_scale: LossScale, factor_hooks: FactorHooks):
+    def __init__(self, cut: Cut, loss_scale: LossScale | None):
         self._loss_scale = loss_scale
-        self._factor_hooks = factor_hooks
+        self.factor_hooks: FactorHooks | None = None
+        """Hooks that keep the factors of the gradients that are exchanged by factors; None if none are."""
         self.left_out: Sequence[Tensor] = ()
         """Values that the next gradient gets in addition, for each of its flat tensors; none adds nothing."""
-        self._cut = cut
-        self.begin(cut)
-
-    def begin(self, cut: Cut) -> None:
-        """Pack the gradients of ``cut`` from now on, into buffers of its own."""
-        if self.left_out:
-            self.left_out = rearranged(self.left_out, self._cut.whole_buckets, cut.whole_buckets)
         self._cut = cut
         self._pool: list[BucketedBuffer] = []
         self.outgoing: Outgoing | None = None
@@ -77,10 +70,13 @@ class Packing:
         begin = time.perf_counter()
         indices, bucket = self._cut.indices[number], outgoing.buffer.buckets[number]
         parameters = [self._cut.parameters[index] for index in indices]
-        make_dense(parameters)
-        outgoing.scale = self._loss_scale.divide(parameters)
-        if self._cut.exchange_of(number) == "factors":
-            outgoing.factors = [self._factor_hooks.look(parameter) for parameter in parameters]
+        how = self._cut.exchange[number]
+        if how == "rows":
+            make_dense(parameters)
+        if self._loss_scale is not None:
+            outgoing.scale = self._loss_scale.divide(parameters)
+        if how == "factors" and self.factor_hooks is not None:
+            outgoing.factors = [self.factor_hooks.look(parameter) for parameter in parameters]
         for index, gradient in zip(indices, pack_gradients(parameters, bucket), strict=True):
             outgoing.local[index] = gradient
         for flat, left_out in zip(bucket.flats, self.left_out[bucket.first :], strict=False):

@@ -9,17 +9,16 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.codecs.base import OwnCodec
-from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
@@ -31,6 +30,7 @@ from pipesgd.flat_buffer import (
     FlatBuffer,
     all_finite,
     are_finite,
+    check_dense,
     check_layouts,
     check_shapes,
     check_sizes,
@@ -47,22 +47,23 @@ from pipesgd.optim.step import (
     OwnSteps,
     check_copies_gradients,
     check_not_schedule_free,
+    check_unchanged,
     drop_gradients,
-    drop_gradients_of_frozen,
-    held_parameters,
     set_aside_gradients,
+    trainable_identities,
 )
 from pipesgd.pipeline.buckets import BackwardHooks
 from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
-from pipesgd.pipeline.exchanges import Exchanges
+from pipesgd.pipeline.exchanges import WHOLE as WHOLE_GRADIENTS
+from pipesgd.pipeline.exchanges import Exchanges, Reduce, words_of
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
-from pipesgd.pipeline.islands import replica_of
+from pipesgd.pipeline.islands import island_of
 from pipesgd.pipeline.optimizer_state import share_rank_0s_state
 from pipesgd.pipeline.packing import Packing
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
-from pipesgd.pipeline.sameness import check_same_training, compute_alike, plain
+from pipesgd.pipeline.sameness import check_compute_alike, check_same_training, plain
 from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsiders, warn_of_write
 from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
@@ -141,33 +142,27 @@ class Pipelined(Strategy):
         buckets: number of buckets of about equal size in which the gradient leaves while the backward pass runs, or the
             largest size of one, such as "1MiB". By default 1: the whole gradient leaves in ``step``. With more, every
             backward pass outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
-        reduce: exchange of gradients: "matrix" sums them whole. "rows" gathers, of embeddings' gradients, the rows that
-            are not zero (``pipesgd.reducers.rows``). "factors" gathers, for linear layers' weights, the inputs and the
-            output gradients of the batch, and multiplies those of all ranks (``pipesgd.reducers.factors``). Such a
-            weight may be used nowhere else, and nothing but a backward pass may change its ``.grad``. Both are exact
-            and uncompressed, and all other gradients are summed whole. "auto" chooses for each embedding and linear
-            layer, by the first gradients, what sends fewer bytes (``exchanges``). With "rows" and "auto", embeddings
-            may be sparse. Topk, powersgd, all-reduce native and GPUs are refused, except with "matrix".
+        reduce: exchange of gradients: of all parameters for which it is made, or a mapping from the names of
+            parameters to the exchange of each. "matrix" sums gradients whole. "rows" gathers, of embeddings'
+            gradients, the rows that are not zero (``pipesgd.reducers.rows``). "factors" gathers, for linear layers'
+            weights, the inputs and the output gradients of the batch, and multiplies those of all ranks
+            (``pipesgd.reducers.factors``). Such a weight may be used nowhere else, and nothing but a backward pass may
+            change its ``.grad``. Both are exact and uncompressed, and all other gradients are summed whole. Embeddings
+            that are exchanged by rows may be sparse. Topk, powersgd, all-reduce native and GPUs are refused, except
+            with "matrix". ``pipesgd.pipeline.exchanges.fewest_bytes`` says what sends fewer bytes.
         in_turns: whether a step sums one bucket alone, in turns, in which case no other parameter may have a gradient;
             only ``LocalSteps`` has a use for that.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
         init_sync: whether all ranks get rank 0's parameters, buffers and optimizer state; without it they must have the
             same parameters and the same state already, and buffers stay each rank's own.
-        allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
-            are refused by default. ``share_weights`` then makes the replicas equal again: call it before weights are
-            saved.
         ranks: the ranks to work with; by default those of ``process_group``.
         process_group: the group of torch.distributed whose ranks train this model together; the job's other ranks may
             train another one at the same time. By default torch's default group, which is started from torchrun's
             variables if there is none yet. Messages name ranks by their numbers in the default group.
-        successor_of: an open pipeline of the same model, optimizer and ranks without gradients in flight. The
-            constructor closes it, and uses its connections if the all-reduce and its options are the same. What ranks
-            compared for it is not compared again: only auditions, whose options are rank 0's, have a use for that.
-            Refused with a mesh.
         mesh: a device mesh of torch.distributed whose first dimension is the one between islands; the parameters are
             DTensors, split over the other dimensions. Each rank exchanges its shards with the ranks that have the same
             place in other islands (``pipesgd.pipeline.islands``). topk, powersgd, every ``reduce`` but "matrix",
-            ``allow_drift``, ``ranks``, ``process_group`` and optimizers that need whole matrices are refused.
+            ``ranks``, ``process_group`` and optimizers that need whole matrices are refused.
 
     Raises:
         UserInputError: a value out of range, an optimizer without a parameter to train, or a ``process_group`` without
@@ -201,14 +196,12 @@ class Pipelined(Strategy):
         connections: int = 1,
         rate_limit: str | None = None,
         buckets: int | str = 1,
-        reduce: str = "matrix",
+        reduce: Reduce = "matrix",
         in_turns: bool = False,
         seed: int = 0,
         init_sync: bool = True,
-        allow_drift: bool = False,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
-        successor_of: Pipelined | None = None,
         mesh: Mesh | None = None,
     ):
         check_width(width, warmup_iterations)
@@ -225,30 +218,29 @@ class Pipelined(Strategy):
         self.module = model
         """Model that is trained."""
         self._optimizer = optimizer
-        # A successor keeps the choices, since the first gradients, by which they are made, are not its own.
-        choices = None if successor_of is None else successor_of._cut.exchanges.choices
-        self._cut: Cut = Cut.of(model, optimizer, str(buckets), Exchanges(model, reduce, choices))
+        exchanges = Exchanges(model, reduce)
+        self._cut: Cut = Cut.of(model, optimizer, str(buckets), exchanges)
         device = self._parameters[0].device
-        check_reduce(reduce, options.codec, name, device.type)
-        self._replica = replica_of(
+        check_reduce(words_of(reduce) if exchanges.gathered else WHOLE_GRADIENTS, options.codec, name, device.type)
+        self._island = island_of(
             mesh,
             model,
             self._parameters,
             optimizer,
             refused={
                 f"codec {options.codec}": options.codec in ("topk", "powersgd"),
-                f"reduce {reduce}": reduce != "matrix",
-                "allow_drift": allow_drift,
+                f"reduce {words_of(reduce)}": bool(exchanges.gathered),
                 "ranks or process_group": ranks is not None or process_group is not None,
-                "successor_of": successor_of is not None,
             },
         )
-        check_eligible(reduce, model, self._parameters)
+        if isinstance(reduce, str):
+            check_eligible(reduce, model, self._parameters)
         self._codec_options = options
         self._in_turns = in_turns
         self._turn = 0
         """Number of the bucket that the next step sums, with ``in_turns``."""
         clip = Clipping(norm=clip_norm, value=clip_value)
+        whole_clip = clip if self._island is None else dataclasses.replace(clip, total_norm=self._island.total_norm)
         self._updates = DelayedUpdate(
             optimizer,
             self._parameters,
@@ -256,8 +248,8 @@ class Pipelined(Strategy):
             warmup_iterations=warmup_iterations,
             prediction=prediction,
             guard=guard,
-            clip=dataclasses.replace(clip, total_norm=self._replica.total_norm),
-            replica=self._replica,
+            clip=None if clip_norm is None and clip_value is None else whole_clip,
+            island=self._island,
             written=functools.partial(warn_of_write, model),
         )
         check_reducer(options, optimizer, self._parameters, seed)
@@ -265,10 +257,12 @@ class Pipelined(Strategy):
         """Number of iterations so far."""
         self.replicated = True
         self._agreement = Agreement()
-        self._loss_scale = LossScale(scaler, self._parameters)
-        self._factor_hooks = FactorHooks(model, self._loss_scale)
-        self._packing = Packing(self._cut, self._loss_scale, self._factor_hooks)
-        self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
+        self._loss_scale: LossScale | None = None
+        if scaler is not None and scaler.is_enabled():
+            self._loss_scale = LossScale(scaler, self._parameters)
+        self._factor_hooks: FactorHooks | None = None
+        self._packing = Packing(self._cut, self._loss_scale)
+        self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale is not None
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
@@ -276,12 +270,19 @@ class Pipelined(Strategy):
         """Name of the operation that was interrupted halfway, if any."""
         self._meeting: Future[None] | None = None
         """Meeting of the ranks for a flush that has begun and not ended."""
-        self._closed = self._leaves_connections = False
+        self._closed = False
         self._hooks: TrueWeightsHooks | None = None
         self._own_steps = OwnSteps(optimizer)
         self._copies_gradients = False
         """True once an update has shown that the optimizer keeps no gradient of which it has made no copy."""
-        self._leaving = BackwardHooks([], self._leave)
+        self._leaving: BackwardHooks | None = None
+        """Hooks that let buckets leave during the backward pass; None if none do."""
+        self._checks: list[Callable[[], None]] = []
+        """Checks before each step that options ask for."""
+        if options.momentum_correction:
+            self._checks.append(functools.partial(check_momentum, options, optimizer))
+        if self._island is not None:
+            self._checks.append(functools.partial(self._island.check_alike, self._parameters))
         self._settings = {
             "width": width,
             "warmup_iterations": warmup_iterations,
@@ -296,55 +297,54 @@ class Pipelined(Strategy):
             "connections": connections,
             "rate_limit": rate_limit,
             "buckets": self._cut.into,
-            "reduce": reduce,
+            "reduce": plain(exchanges.reduce),
             "in_turns": in_turns,
             "seed": seed,
             "init_sync": init_sync,
-            "allow_drift": allow_drift,
             "device": device.type,
-            "mesh": plain(self._replica.shape),
+            "mesh": plain(() if self._island is None else self._island.shape),
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
         }
-        self._ranks = given_ranks(ranks, process_group or self._replica.between, timeout)
-        self._replica.join(self._ranks)
-        if successor_of is None:
-            check_same_training(self.all_ranks, self._settings, self._cut)
-            self.drifts = not compute_alike(self.all_ranks, optimizer, clip, reduce, options.codec, allow_drift)
-        else:
-            self.drifts = successor_of.drifts
-        wanted: dict[str, Any] = {
-            "timeout": self._ranks.timeout if timeout is None else timeout,
-            "segment_bytes": segment_bytes,
-            "connections": connections,
-            "rate_limit": most_bytes,
-            "device": device.type,
-        }
-        self._summing = Summing(self._ranks, self._replica, device)
+        self._ranks = given_ranks(ranks, self._island.between if self._island else process_group, timeout)
+        if self._island is not None:
+            self._island.join(self._ranks)
+        check_same_training(self.all_ranks, self._settings, self._cut)
+        check_compute_alike(self.all_ranks, optimizer, clip, exchanges.gathered, options.codec)
+        self._summing = Summing(self._ranks, self._island, device)
         self._if_never_closed = functools.partial(_end_unclosed, self._summing)
         try:
-            # Before an earlier pipeline leaves: the end of a rank's last watch tells the others that it has left.
             self._summing.watch()
-            connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
-            if connected is None:
-                connected = Connections(all_reduce, self._ranks, **wanted)
-            self._loss_scale.take()  # which an earlier pipeline has left
+            connected = Connections(
+                all_reduce,
+                self._ranks,
+                timeout=self._ranks.timeout if timeout is None else timeout,
+                segment_bytes=segment_bytes,
+                connections=connections,
+                rate_limit=most_bytes,
+                device=device.type,
+                buckets=len(self._cut.indices),
+            )
+            if self._loss_scale is not None:
+                self._loss_scale.take()
             self._summing.start(
                 connected,
                 options,
-                buckets=len(self._cut.indices),
-                reduce=reduce,
+                gathered=exchanges.gathered,
                 seed=seed,
                 skips=self._skip_nonfinite,
             )
             if init_sync:
-                self._replica.share(model, self._parameters)
+                if self._island is not None:
+                    self._island.share(model, self._parameters)
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_in("Pipelined"))
                 share_rank_0s_state(optimizer, self._ranks, self._sum_in("Pipelined"))
             if self._updates.predicts:
                 self._hooks = TrueWeightsHooks(model, self._updates)
                 warn_of_outsiders(model, self._parameters)
-            self._factor_hooks.follow(self._cut.exchanges.by_factors())
-            self._leaving = self._watch()
+            if by_factors := [one for one in self._parameters if exchanges.of(one) == "factors"]:
+                self._factor_hooks = self._packing.factor_hooks = FactorHooks(model, by_factors, self._loss_scale)
+            if not in_turns and cut_of(self._cut.into) != WHOLE:
+                self._leaving = BackwardHooks(self.buckets, self._leave)
             drop_gradients(optimizer)
             self._own_steps.refuse_others()
             atexit.register(self._if_never_closed)
@@ -383,14 +383,8 @@ class Pipelined(Strategy):
         return self._cut.buckets
 
     @property
-    def whole_buckets(self) -> list[list[Tensor]]:
-        """Parameters of the buckets whose gradients are exchanged whole: with residuals, if the codec keeps any."""
-        return self._cut.whole_buckets
-
-    @property
     def exchanges(self) -> dict[str, str]:
-        """Exchange, "matrix", "rows" or "factors", of each trained weight for which there is a choice, by its name;
-        empty with ``reduce="matrix"``, and with "auto" before the first step."""
+        """Exchange of each trained parameter of which ``reduce`` says one, by its name; empty with "matrix"."""
         return self._cut.exchanges.named(self._parameters)
 
     @property
@@ -415,35 +409,36 @@ class Pipelined(Strategy):
             CommunicationError: a rank was lost, or silent for longer than the timeout.
             OutOfStepError: another rank is in a different call or iteration.
             NonFiniteGradientError: the gradient that is due holds a NaN or an infinity. It is dropped.
-            UserInputError: the pipeline was closed, parameters were frozen, unfrozen or added while gradients were in
-                flight, gradients were added after their bucket had left, or were computed in evaluation mode.
-            DisagreementError: the parameters that are trained now are not the same on all ranks.
+            UserInputError: the pipeline was closed, parameters were frozen, unfrozen or added, gradients were added
+                after their bucket had left, or were computed in evaluation mode.
 
         After an error, the parameters hold the true weights. No gradient is lost: after an interruption (Ctrl-C, a
         signal) all gradients that were not applied are still in flight, also in ``state_dict``.
         """
         self.check_usable()
-        self._leaving.check_taken()
+        if self._leaving is not None:
+            self._leaving.check_taken()
         self.check_gradients()
-        self._follow_parameters()
+        check_unchanged(self._optimizer, self._cut.identities, "a pipeline")
         return self.exchange()
 
     def exchange(self) -> StepReport:
-        """Do what ``step`` does, with the parameters of the step before.
+        """Do what ``step`` does, without its checks.
 
         It may be called within ``whole``: what that does is done once the gradients are handed over.
         """
-        self._cut.check_dense(range(len(self._parameters)))
-        check_momentum(self._codec_options, self._optimizer)
-        self._replica.check_alike(self._parameters)
-        self._choose_exchanges()
+        for dense in self._cut.dense:
+            check_dense(dense)
+        for check in self._checks:
+            check()
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack what has not left during the backward pass.
             outgoing = self._packing.next_outgoing(self.iteration)
-            for number in range(self._leaving.left, len(self._cut.indices)):
+            for number in range(self._left, len(self._cut.indices)):
                 self._packing.pack(outgoing, number, self._ranks.world_size)
-            self._factor_hooks.forget()
+            if self._factor_hooks is not None:
+                self._factor_hooks.forget()
             self._packing.left_out = ()
             # 2. Hand over.
             summed: Sequence[int] = [self._turn] if self._in_turns else range(len(self._cut.indices))
@@ -455,7 +450,7 @@ class Pipelined(Strategy):
         wire_bytes = report.wire_bytes + sum(
             self._summing.reducer.wire_bytes(outgoing.buffer.buckets[number], outgoing.iteration)
             for number in summed
-            if self._cut.exchange_of(number) == "matrix"
+            if self._cut.exchange[number] == "matrix"
         )
         return dataclasses.replace(report, spans=(*outgoing.packs, *report.spans), wire_bytes=wire_bytes)
 
@@ -474,16 +469,17 @@ class Pipelined(Strategy):
         self._check_whole("flush")
         if self._meeting is None:  # else an earlier call was interrupted
             self._meeting = self._meet("flush", lambda: None)
-        scale = self._loss_scale.scale
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         with set_aside_gradients(self._optimizer):
             report = self._apply_until(0)
-        self._loss_scale.rescale(self._parameters, scale)
+        if self._loss_scale is not None:
+            self._loss_scale.rescale(self._parameters, scale)
         self._meeting.result()
         self._meeting = None
         return report
 
     def add_to_next_gradient(self, left_out: Sequence[Tensor]) -> None:
-        """Add what an earlier pipeline's codec has left out of its sums to this rank's next gradient.
+        """Add what a codec has left out of the sums of other ranks, or of an earlier pipeline, to the next gradient.
 
         Args:
             left_out: residuals of its error feedback, one for each flat tensor of the gradient; none adds nothing.
@@ -499,29 +495,18 @@ class Pipelined(Strategy):
         with self._updates.weights.held_true():
             yield
 
-    def share_weights(self) -> None:
-        """Give all ranks rank 0's true weights and optimizer state, if replicas drift. Collective."""
-        if not self.drifts:
-            return
-        self._check_whole("share_weights")
-        device = self._parameters[0].device
-        values = [value for of in self._optimizer.state.values() if isinstance(of, dict) for value in of.values()]
-        state = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.device == device]
-        with self.true_weights():
-            tensors = [*self._parameters, *state]
-            share_rank_0s_values(torch.nn.Module(), tensors, self._ranks.rank, self._sum_in("share_weights"))
-
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Let backward passes add up, and no bucket leave, while the context is open. Without ``buckets`` gradients are
         sent only in ``step``, and backward passes before it add up anyway."""
-        return self._leaving.held()
+        return contextlib.nullcontext() if self._leaving is None else self._leaving.held()
 
     def combine_buffers(self, how: str = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self.check_usable()
         self._check_whole("combine_buffers")
         combine_buffers(self.module, how, self._ranks, self._sum_in("combine_buffers"))
-        self._replica.combine_buffers(self.module, how)
+        if self._island is not None:
+            self._island.combine_buffers(self.module, how)
 
     def average(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
         """Give all ranks the means of ``tensors`` over the ranks, unless a mean is not finite. Collective.
@@ -546,7 +531,6 @@ class Pipelined(Strategy):
         if self._packing.left_out:
             raise UserInputError("state_dict must follow the step that adds what other codecs left out; got it before")
         in_flight = [gradient.state_dict() for gradient in self._in_flight]
-        exchanges = self._cut.exchanges
         # Only now is the communication thread idle, and with it the reducer.
         return {
             "iteration": self.iteration,
@@ -554,14 +538,13 @@ class Pipelined(Strategy):
             "codec": self._codec_options.describe(),
             "buckets": self._cut.into,
             "strides": [memory_layout(parameter) for parameter in self._parameters],
-            "reduce": exchanges.reduce,
-            "choices": [exchanges.choices.get(id(one)) for one in held_parameters(self._optimizer)],
+            "reduce": self._cut.exchanges.reduce,
             "turn": self._turn,
             "in_flight": in_flight,
-            "exchange": self._summing.reducer.state_dict(),  # the name in checkpoints of earlier versions
+            "reducer": self._summing.reducer.state_dict(),
             **self._updates.state_dict(),
             "agreement": self._agreement.state_dict(),
-            "loss_scale": self._loss_scale.state_dict(),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -569,32 +552,19 @@ class Pipelined(Strategy):
         self._summing.thread.check()
         if self._half_done is None:
             self._check_whole("load_state_dict")
-        codec, world_size = self._codec_options.describe(), self._ranks.world_size
-        for name, own, default in (
-            ("world_size", world_size, world_size),
-            ("codec", codec, codec),
-            ("reduce", self._cut.exchanges.reduce, "matrix"),
-            ("buckets", self._cut.into, "1"),
+        for name, own in (
+            ("world_size", self._ranks.world_size),
+            ("codec", self._codec_options.describe()),
+            ("reduce", self._cut.exchanges.reduce),
+            ("buckets", self._cut.into),
         ):
-            if (before := state.get(name, default)) != own:  # earlier versions had none of them
+            if (before := state[name]) != own:
                 raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {own}")
-        cut = self._cut_of(state)
-        check_layouts(state.get("strides", ()), cut.parameters)  # earlier versions had only contiguous ones
-        check_shapes(state["agreement"]["missed"], cut.parameters)
+        check_layouts(state["strides"], self._parameters)
+        check_shapes(state["agreement"]["missed"], self._parameters)
         for gradient in state["in_flight"]:
-            check_sizes([as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(cut.buckets))
-        self._summing.reducer.check_state(state["exchange"], cut.whole_buckets)
-
-    def _cut_of(self, state: dict[str, Any]) -> Cut:
-        """Return the parameters that are trained now, with the choices of exchanges in ``state``."""
-        if self._cut.exchanges.reduce != "auto":
-            return self._cut
-        held, choices = held_parameters(self._optimizer), state["choices"]
-        if len(held) != len(choices):
-            raise UserInputError(
-                f"the optimizer's parameters must be {len(choices)}, as in the state that is loaded; got {len(held)}"
-            )
-        return self._cut.with_choices({id(one): how for one, how in zip(held, choices, strict=True) if how is not None})
+            check_sizes([as_real(flat).numel() for flat in gradient["flats"]], sizes_of_flats(self.buckets))
+        self._summing.reducer.check_state(state["reducer"], self._cut.whole_buckets)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped.
@@ -616,22 +586,23 @@ class Pipelined(Strategy):
         self._summing.thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
         if self._half_done is not None:
             give_gradients(self._parameters, [None] * len(self._parameters))
-            self._factor_hooks.forget()
+            if self._factor_hooks is not None:
+                self._factor_hooks.forget()
         self._error = self._half_done = self._meeting = None
         self._packing.left_out = ()
         self._updates.weights.adopt()
-        self._leaving.begin_iteration()
+        if self._leaving is not None:
+            self._leaving.begin_iteration()
         self._packing.drop_outgoing()
         while self._in_flight:
             self._packing.give_back(self._in_flight.popleft().buffer)
-        if (cut := self._cut_of(state)) is not self._cut:
-            self._begin(cut)
-        self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
+        self.iteration, self._turn = state["iteration"], state["turn"]
         device = self._parameters[0].device
-        self._summing.reducer.load_state_dict(on_device(state["exchange"], device))
+        self._summing.reducer.load_state_dict(on_device(state["reducer"], device))
         self._updates.load_state_dict(on_device({name: state[name] for name in ("prediction", "guard")}, device))
         self._agreement.load_state_dict(on_device(state["agreement"], device))
-        self._loss_scale.load_state_dict(state["loss_scale"])
+        if self._loss_scale is not None:
+            self._loss_scale.load_state_dict(state["loss_scale"])
         for entry in state["in_flight"]:
             self._in_flight.append(InFlight.of_state(entry, self._packing.free_buffer(), device))
         self._predict()
@@ -660,11 +631,10 @@ class Pipelined(Strategy):
                 self._check_whole("close")
                 if self._in_flight:
                     self.apply_all()
-                if not self._leaves_connections:
-                    # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
-                    failure = self._meet("close", self._summing.wait_for_all).exception()
+                # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
+                failure = self._meet("close", self._summing.wait_for_all).exception()
                 together = failure is None
-                if together and not self._leaves_connections:  # all ranks are here
+                if together:  # all ranks are here
                     self.check_replicas()
         finally:
             self._closed = True
@@ -674,28 +644,15 @@ class Pipelined(Strategy):
             for hooks in (self._hooks, self._factor_hooks, self._leaving, self._own_steps):
                 if hooks is not None:
                     hooks.remove()
-            self._loss_scale.leave()
-            self._summing.close(together=together, disconnects=not (self._leaves_connections and together))
+            if self._loss_scale is not None:
+                self._loss_scale.leave()
+            self._summing.close(together=together)
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
 
     def check_replicas(self) -> None:
-        """Raise ``ReplicasDivergedError`` if the ranks hold different weights, unless they may drift. Collective."""
-        if not self.drifts:
-            check_same_weights(self.module, self._parameters, self._ranks)
-
-    def leave(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> Connections | None:
-        """Close, and leave the connections to a successor if they are of this all-reduce and as ``wanted``.
-
-        They are then neither closed nor waited for: the successor's messages follow those of this pipeline. For
-        ``wanted`` see ``Connections``. No gradient may be in flight.
-
-        Raises the errors of ``close``, and ``UserInputError`` if the pipeline was closed before.
-        """
-        self.check_usable()
-        self._leaves_connections = self._summing.connections.are(all_reduce, wanted)
-        self.close()
-        return self._summing.connections if self._leaves_connections else None
+        """Raise ``ReplicasDivergedError`` if the ranks hold different weights. Collective."""
+        check_same_weights(self.module, self._parameters, self._ranks)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -731,7 +688,7 @@ class Pipelined(Strategy):
 
     def _check_whole(self, call: str) -> None:
         """Refuse ``call`` while some buckets of a gradient have left and others have not."""
-        if self._leaving.left:
+        if self._left:
             raise UserInputError(
                 f"{call} must not be called between backward() and step() with buckets; got it while those of "
                 f"iteration {self.iteration} leave"
@@ -751,59 +708,7 @@ class Pipelined(Strategy):
     @property
     def all_ranks(self) -> list[Ranks]:
         """The ranks that exchange gradients and, with islands, the members of this rank's island."""
-        return [self._ranks, *self._replica.members]
-
-    def _follow_parameters(self) -> None:
-        """Train the optimizer's present parameters, if some were frozen, unfrozen or added. Collective in that case."""
-        if self._cut.is_present:
-            return
-        self._check_whole("requires_grad_ and add_param_group")
-        if self._in_flight:
-            raise UserInputError(
-                "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
-            )
-        self._meet("change of parameters", lambda: None).result()
-        new = self._ranks.raise_together("buckets", self._changed_cut)
-        try:
-            check_same_training(self.all_ranks, self._settings, new)
-            self._updates.follow(new.parameters)
-            self._replica.follow(new.parameters)
-            self._agreement.missed = []
-            self._begin(new)
-            drop_gradients_of_frozen(self._optimizer)
-            self._replica.share(nn.Module(), new.parameters)
-            share_rank_0s_values(nn.Module(), new.parameters, self._ranks.rank, self._sum_in("change of parameters"))
-        except BaseException as error:  # this rank has other parameters than the rest
-            self.fail(error)
-            raise
-
-    def _changed_cut(self) -> Cut:
-        """Return the parameters that are trained now, which must pass the constructor's checks, too."""
-        cut = self._cut.again()
-        self._replica.check(self.module, cut.parameters)
-        check_reducer(self._codec_options, self._optimizer, cut.parameters, self._settings["seed"])
-        self._loss_scale.check(cut.parameters)
-        return cut
-
-    def _begin(self, cut: Cut) -> None:
-        """Exchange the buckets of ``cut`` from now on. Nothing is in flight."""
-        self._summing.rearrange(self._cut, cut)
-        self._cut = cut
-        self._factor_hooks.follow(cut.exchanges.by_factors())  # before the hooks that let buckets leave
-        self._leaving.remove()
-        self._leaving = self._watch()
-        self._packing.begin(cut)
-
-    def _choose_exchanges(self) -> None:
-        """Choose, by the gradients in ``.grad``, how those are exchanged that are undecided. Collective if one is."""
-        if self._cut.undecided:
-            codec, scale = make_codec(self._codec_options), self._loss_scale.scale
-            self._begin(self._cut.chosen(self._ranks, self._factor_hooks, scale, codec))
-
-    def _watch(self) -> BackwardHooks:
-        """Return hooks that let buckets leave during the backward pass, if the user has asked for buckets."""
-        watched = [] if self._in_turns or cut_of(self._cut.into) == WHOLE else self.buckets
-        return BackwardHooks(watched, self._leave)
+        return [self._ranks, *([] if self._island is None else self._island.members)]
 
     def _meet(self, call: str, job: Callable[[], T]) -> Future[T]:
         """Have the communication thread do ``job`` after sending a header that says that this rank is at ``call``."""
@@ -811,17 +716,19 @@ class Pipelined(Strategy):
         return self._summing.meet(call, self.iteration, job)
 
     def _leave(self) -> bool:
-        """Let the next bucket leave during the backward pass, unless the next step must follow other parameters."""
+        """Let the next bucket leave during the backward pass, unless the next step refuses the parameters."""
         self.check_usable()
         self.check_gradients(new=True)
         # Only the first bucket asks: parameters do not change between the buckets of one backward pass.
-        first = not self._leaving.left
-        if first and (self._cut.undecided or not self._cut.is_present):
+        if not self._left and trainable_identities(self._optimizer) != self._cut.identities:
             return False
-        self._cut.check_dense(self._cut.indices[self._leaving.left])
-        self._replica.check_alike(self.buckets[self._leaving.left])
+        assert self._leaving is not None
+        number = self._leaving.left
+        check_dense(self._cut.dense[number])
+        if self._island is not None:
+            self._island.check_alike(self.buckets[number])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
-            outgoing, number = self._packing.next_outgoing(self.iteration), self._leaving.left
+            outgoing = self._packing.next_outgoing(self.iteration)
             self._packing.pack(outgoing, number, self._ranks.world_size)
             self._meet("step", self._mean_of(outgoing, number))
             self._leaving.left += 1
@@ -832,11 +739,11 @@ class Pipelined(Strategy):
         unapplied = self._updates.hand_over(outgoing.local)
         own = [gradient for gradient in outgoing.local if gradient is not None]
         own_is_finite = functools.partial(are_finite, own) if self._keeps_own else lambda: all(outgoing.own_finite)
-        if self._skip_nonfinite and unapplied.kept and not self._replica.is_so(are_finite(own)):
+        if self._skip_nonfinite and unapplied.kept and not self._is_so(are_finite(own)):
             unapplied = dataclasses.replace(unapplied, kept=[])  # it will cause no update
             own_is_finite = functools.partial(bool, False)
         outgoing.local = []
-        *early, last = [self._turn] if self._in_turns else range(self._leaving.left, len(self._cut.indices))
+        *early, last = [self._turn] if self._in_turns else range(self._left, len(self._cut.indices))
         self._turn = (last + 1) % len(self._cut.indices)
         for number in early:
             self._meet("step", self._mean_of(outgoing, number))
@@ -844,7 +751,7 @@ class Pipelined(Strategy):
             self._summing.take_last_mean,
             outgoing,
             last,
-            self._cut.exchange_of(last),
+            self._cut.exchange[last],
             functools.partial(self._updates.compare, outgoing.buffer.views, unapplied),
             looks=not self._keeps_own,
             agreed_norm=self._updates.wants_norms,
@@ -854,8 +761,18 @@ class Pipelined(Strategy):
         self._in_flight.append(
             InFlight(outgoing.iteration, outgoing.buffer, unapplied, outgoing.scale, own_is_finite, reduction)
         )
-        self._leaving.begin_iteration()
+        if self._leaving is not None:
+            self._leaving.begin_iteration()
         self.iteration += 1
+
+    @property
+    def _left(self) -> int:
+        """Number of buckets that have left since the last step."""
+        return 0 if self._leaving is None else self._leaving.left
+
+    def _is_so(self, flag: bool) -> bool:
+        """Return True if ``flag`` is true on all ranks that hold the model together."""
+        return flag if self._island is None else self._island.is_so(flag)
 
     @property
     def _keeps_own(self) -> bool:
@@ -864,16 +781,17 @@ class Pipelined(Strategy):
 
     def _mean_of(self, outgoing: Outgoing, number: int) -> Callable[[], None]:
         """Return a job that takes the mean of a bucket that is not the last one."""
-        exchange, looks = self._cut.exchange_of(number), not self._keeps_own
+        exchange, looks = self._cut.exchange[number], not self._keeps_own
         return functools.partial(self._summing.take_mean, outgoing, number, exchange, looks=looks)
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
         self._updates.weights.restore()
-        report = StepReport()
+        report: StepReport | None = None
         try:
             while len(self._in_flight) > remaining:
-                report = report.followed_by(self._apply_oldest())
+                newest = self._apply_oldest()
+                report = newest if report is None else report.followed_by(newest)
             begin = time.perf_counter()
             self._predict()
         except BaseException as error:
@@ -881,9 +799,11 @@ class Pipelined(Strategy):
             self._error = error
             raise
         self._error = None
+        report = report or StepReport()
         if not self._updates.weights.are_predicted:
             return report
-        return report.followed_by(StepReport(spans=(Span("predict", self.iteration, begin, time.perf_counter()),)))
+        predict = Span("predict", self.iteration, begin, time.perf_counter())
+        return dataclasses.replace(report, spans=(*report.spans, predict))
 
     def _apply_oldest(self) -> StepReport:
         """Wait for the oldest gradient in flight, and apply it or leave it out. An interrupted wait changes nothing."""
@@ -891,7 +811,8 @@ class Pipelined(Strategy):
         begin = time.perf_counter()
         fell_back = False
         with self.whole(f"the update of iteration {gradient.iteration}"):
-            self._loss_scale.observe(bool(report.applied), gradient.scale)
+            if self._loss_scale is not None:
+                self._loss_scale.observe(bool(report.applied), gradient.scale)
             if report.applied:
                 with self._own_steps.taken():
                     fell_back = self._updates.arrived(
@@ -915,7 +836,7 @@ class Pipelined(Strategy):
         wait = Span("wait", gradient.iteration, begin, time.perf_counter())
         culprits: list[int] = []
         if not reduction.finite:  # on all ranks, in the same step
-            own_is_finite = self._replica.is_so(gradient.own_is_finite())
+            own_is_finite = self._is_so(gradient.own_is_finite())
             culprits = nonfinite_ranks(self._ranks, "gradients", own_is_finite)
         return gradient, StepReport(
             applied=(gradient.iteration,) if reduction.finite else (),

@@ -240,7 +240,7 @@ class Prediction(abc.ABC):
     Args:
         parameters: the parameters that ``optimizer`` updates.
         optimizer: the user's optimizer.
-        clip: clipping of gradients before the optimizer sees them.
+        clip: clipping of gradients before the optimizer sees them; None clips nothing.
     """
 
     keeps_gradients = False
@@ -248,7 +248,7 @@ class Prediction(abc.ABC):
     at_width_1 = False
     """True if it is used at width 1, too, where no gradient is in flight after a step."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping | None):
         self._parameters = parameters
         self.weights = SwappedWeights(parameters)
         self.add_up: AddUp = list
@@ -304,10 +304,10 @@ class Replayed(Prediction, abc.ABC):
     It costs a copy of the optimizer's state, and of a gradient.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping | None):
         _check_apart(parameters, type(self))
         super().__init__(parameters, optimizer, clip)
-        self._clip = clip
+        self._clip: Callable[[Sequence[Tensor]], None] = _unclipped if clip is None else clip
         self._copy = OptimizerCopy(optimizer)
         self._gradients: list[Tensor] = []
         """Storage for a guess, which optimizers and clipping may change; empty until the first prediction."""
@@ -429,11 +429,15 @@ class Eager(OwnGradients):
         return 1.0 - SHRINKAGE * (1.0 - agreement.cosine)
 
 
+def _unclipped(gradients: Sequence[Tensor]) -> None:
+    """Leave ``gradients`` as they are."""
+
+
 _KINDS: dict[str, type[Prediction]] = {"eager": Eager, "local": Local, "none": NoPrediction}
 
 
 def make_prediction(
-    kind: str | type[Prediction], parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping
+    kind: str | type[Prediction], parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping | None
 ) -> Prediction:
     """Return the prediction of this name or class for the ``parameters`` that ``optimizer`` updates.
 

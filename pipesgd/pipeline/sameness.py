@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,50 +148,45 @@ def _hash(described: Sequence[str]) -> str:
 # ---- Bits of an update
 
 
-def compute_alike(
-    all_ranks: Sequence[Ranks], optimizer: torch.optim.Optimizer, clip: Clipping, reduce: str, codec: str, drift: bool
-) -> bool:
-    """Return whether all ranks, those of ``check_same_training``, compute the same bits where they must. Collective.
+def check_compute_alike(
+    all_ranks: Sequence[Ranks], optimizer: torch.optim.Optimizer, clip: Clipping, gathered: Collection[str], codec: str
+) -> None:
+    """Check that all ranks, those of ``check_same_training``, compute the same bits where they must. Collective.
 
-    Where ranks multiply matrices, because of the exchange ``reduce``, the codec of this name, the optimizer or an
+    Where ranks multiply matrices, because of the exchanges ``gathered``, the codec of this name, the optimizer or an
     island, their products must have the same bits, too.
 
     Raises:
-        DisagreementError: they differ, and ``drift`` is false.
+        DisagreementError: they differ.
     """
-    may_drift = len(all_ranks) == 1  # members of an island may not
-    same = [check_same_bits(ranks, optimizer, clip, allow_drift=drift, may_drift=may_drift) for ranks in all_ranks]
+    for ranks in all_ranks:
+        check_same_bits(ranks, optimizer, clip)
     is_own = not type(optimizer).__module__.startswith("torch.optim")  # of which nothing else is known
     multiplying = {
-        f"with reduce {reduce}": reduce in ("factors", "auto"),
+        "with reduce factors": "factors" in gathered,
         f"with codec {codec}": codec == "powersgd",
         f"with {type(optimizer).__name__}": is_own or isinstance(optimizer, OF_WHOLE_MATRICES),
     }
     places = [(all_ranks[0], what) for what, multiplies in multiplying.items() if multiplies][:1]
     places += [(members, "in an island") for members in all_ranks[1:]]
     device = optimizer.param_groups[0]["params"][0].device
-    same += [check_same_products(ranks, device, what, allow_drift=drift) for ranks, what in places]
-    return all(same)
+    for ranks, what in places:
+        check_same_products(ranks, device, what)
 
 
-def check_same_bits(
-    ranks: Ranks, optimizer: torch.optim.Optimizer, clip: Clipping, *, allow_drift: bool, may_drift: bool
-) -> bool:
-    """Return whether the updates of all ranks have the same bits. Collective.
-
-    The message of a refusal names ``--allow-drift`` only where ranks ``may_drift``.
+def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, clip: Clipping) -> None:
+    """Check that the updates of all ranks have the same bits. Collective.
 
     Raises:
-        DisagreementError: they differ, and ``allow_drift`` is false; the message says which ranks compute how.
+        DisagreementError: they differ; the message says which ranks compute how.
     """
     if ranks.world_size == 1:
-        return True
+        return
     device = optimizer.param_groups[0]["params"][0].device
     own = [bits_of_updates(optimizer, clip), platform.machine(), _instruction_set(device)]
     found = ranks.all_gather_object("bits of an update", own)
-    same = len({bits for bits, _, _ in found}) == 1
-    if same or allow_drift:
-        return same
+    if len({bits for bits, _, _ in found}) == 1:
+        return
     kinds: dict[str, list[int]] = {}
     for rank, (_, machine, instructions) in enumerate(found):
         kinds.setdefault(f"{machine} {instructions}", []).append(ranks.number(rank))
@@ -207,12 +202,11 @@ def check_same_bits(
         remedy = f"set ATEN_CPU_CAPABILITY={common} on all ranks"
     else:
         remedy = "they have no ATEN_CPU_CAPABILITY in common"
-        remedy += "; --allow-drift shares rank 0's weights now and then" if may_drift else ""
     raise DisagreementError(f"processors must compute the same bits on all ranks; got {got}: {remedy}")
 
 
-def check_same_products(ranks: Ranks, device: torch.device, what: str, *, allow_drift: bool) -> bool:
-    """Return whether products of matrices on all ranks have the same bits. Collective.
+def check_same_products(ranks: Ranks, device: torch.device, what: str) -> None:
+    """Check that products of matrices on all ranks have the same bits. Collective.
 
     Ranks that compute products of what all of them have must get the same ones. Libraries choose how to multiply by the
     processor and, on a CPU, the number of threads, which no trial of a few sizes shows: so both are compared.
@@ -221,25 +215,23 @@ def check_same_products(ranks: Ranks, device: torch.device, what: str, *, allow_
         ranks: the ranks.
         device: the device that multiplies.
         what: where ranks multiply, for messages: "with codec powersgd".
-        allow_drift: whether products may differ.
 
     Raises:
-        DisagreementError: they differ, and ``allow_drift`` is false; the message says on which ranks.
+        DisagreementError: they differ; the message says on which ranks.
     """
     if ranks.world_size == 1:
-        return True
+        return
     threads = torch.get_num_threads() if device.type == "cpu" else None
     found = ranks.all_gather_object("bits of a product", [bits_of_a_product(device), threads])
     for rank, (bits, number) in enumerate(found):
-        if number != found[0][1] and not allow_drift:
+        if number != found[0][1]:
             said = _difference(ranks, f"number of torch's threads {what}", found[0][1], rank, number)
             raise DisagreementError(f"{said}: set OMP_NUM_THREADS")
-        if bits != found[0][0] and not allow_drift:
+        if bits != found[0][0]:
             raise DisagreementError(
                 f"processors must multiply matrices to the same bits on all ranks {what}; got other bits on rank "
                 f"{ranks.number(rank)} than on rank {ranks.number(0)}"
             )
-    return all(one == found[0] for one in found)
 
 
 def bits_of_a_product(device: torch.device) -> str:

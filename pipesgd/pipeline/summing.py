@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -15,15 +16,14 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, all_finite, finite_norm
-from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.in_flight import Outgoing, Reduction
-from pipesgd.pipeline.islands import Replica
+from pipesgd.pipeline.islands import Island
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Undo, as_real, mean_over_ranks
 from pipesgd.reducers.factors import FactorsReducer
 from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
 from pipesgd.replicas import sum_buffer
-from pipesgd.strategy import Comparison
+from pipesgd.strategy import Comparison, Span
 
 T = TypeVar("T")
 
@@ -35,13 +35,13 @@ class Summing:
 
     Args:
         ranks: the ranks that have the same parameters.
-        replica: what the ranks that hold one replica of the model together have to add up among themselves.
+        island: the ranks that hold one replica of the model together with this one; None if it does so alone.
         device: device of the gradients.
     """
 
-    def __init__(self, ranks: Ranks, replica: Replica, device: torch.device):
+    def __init__(self, ranks: Ranks, island: Island | None, device: torch.device):
         self._ranks = ranks
-        self._replica = replica
+        self._island = island
         self._device = device
         self._connections: Connections | None = None
         self.thread = CommunicationThread(device)
@@ -58,32 +58,32 @@ class Summing:
         self._stop_watching = self._ranks.watch(self.thread.fail)
 
     def start(
-        self, connections: Connections, options: CodecOptions, *, buckets: int, reduce: str, seed: int, skips: bool
+        self,
+        connections: Connections,
+        options: CodecOptions,
+        *,
+        gathered: Collection[str],
+        seed: int,
+        skips: bool,
     ) -> None:
-        """Make what sums this number of ``buckets``: whole gradients with the codec of these ``options``. Collective.
+        """Make what sums gradients: whole ones with the codec of these ``options``. Collective.
 
-        The ``connections`` are closed with this. With ``skips``, a gradient whose mean is not finite is to be left out:
-        nothing of it stays in the state of the sums, of which copies are kept for that.
+        Buckets of the exchanges ``gathered`` are gathered. The ``connections`` are closed with this. With ``skips``, a
+        gradient whose mean is not finite is to be left out: nothing of it stays in the state of the sums, of which
+        copies are kept for that.
 
         Raises:
             CommunicationError: a rank was lost.
             UserInputError: the codec cannot be made.
         """
         self._connections = connections
-        connections.begin_buckets(buckets)
-        self._replica.connect()
+        if self._island is not None:
+            self._island.connect()
         self.exact = self.connections.all_reduce()
         self.reducer = make_reducer(options, self.connections, device=self._device.type, seed=seed)
-        self._skips = skips
-        self._undo = Undo()
-        kinds = [kind for kind in GATHERING if reduce in (kind, "auto")]
+        self._undo = Undo() if skips else None
+        kinds = [kind for kind in GATHERING if kind in gathered]
         self._gathering = {kind: make_gathering_reducer(kind, self.connections) for kind in kinds}
-
-    def rearrange(self, old: Cut, new: Cut) -> None:
-        """Sum the buckets of the cut ``new`` from now on, and no longer those of ``old``. Nothing is in flight."""
-        self.reducer.rearrange(old.whole_buckets, new.whole_buckets)
-        self.connections.begin_buckets(len(new.indices))
-        self._undo = Undo()
 
     def meet(self, call: str, iteration: int, job: Callable[[], T]) -> Future[T]:
         """Have the thread do ``job`` after sending a header that says that this rank is at ``call``."""
@@ -103,8 +103,9 @@ class Summing:
             looks: whether to look if this rank's own gradients are finite: here, during the computation, and not in the
                 caller's thread.
         """
-        with outgoing.summing():
-            self._take_mean(outgoing, number, exchange, looks=looks)
+        start = time.perf_counter()
+        self._take_mean(outgoing, number, exchange, looks=looks)
+        outgoing.sums.append(Span("communication", outgoing.iteration, start, time.perf_counter()))
 
     def take_last_mean(
         self,
@@ -126,19 +127,21 @@ class Summing:
             looks: see ``take_mean``.
             agreed_norm: whether the mean's norm must be the same bits on all ranks, whatever processors they have.
         """
-        with outgoing.summing():
-            self._take_mean(outgoing, number, exchange, looks=looks)
-            # Parts arrive in another order on every rank.
-            of_finite = sorted(norm for norm in outgoing.norms if norm is not None)
-            own = functools.partial(math.hypot, *of_finite)
+        start = time.perf_counter()
+        self._take_mean(outgoing, number, exchange, looks=looks)
+        # Parts arrive in another order on every rank.
+        of_finite = sorted(norm for norm in outgoing.norms if norm is not None)
+        finite = len(of_finite) == len(outgoing.norms)
+        if self._island is not None:
+            self._island.begin(outgoing.iteration)
             agree = self._agreed if agreed_norm else _as_it_is
-            norm_of_mean = functools.partial(self._agreed_norm, outgoing.buffer) if agreed_norm else own
-            self._replica.begin(outgoing.iteration)
-            finite, norm = self._replica.finite_norm(
-                len(of_finite) == len(outgoing.norms), norm_of_mean, outgoing.buffer.views, agree
-            )
+            finite, norm = self._island.finite_norm(finite, outgoing.buffer.views, agree)
+        else:
+            norm = self._agreed_norm(outgoing.buffer) if agreed_norm else math.hypot(*of_finite)
+        if self._undo is not None:
             self._undo.end(put_back=not finite)  # before the next gradient, which the ranks sum after this one
-            comparison = compare()
+        comparison = compare()
+        outgoing.sums.append(Span("communication", outgoing.iteration, start, time.perf_counter()))
         return Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
 
     def _take_mean(self, outgoing: Outgoing, number: int, exchange: str, *, looks: bool) -> None:
@@ -152,7 +155,7 @@ class Summing:
         gathering = self._gathering.get(exchange)
         if isinstance(gathering, FactorsReducer):
             gathering.factors, outgoing.factors = outgoing.factors, []  # which the gradient in flight would keep
-        elif gathering is None and self._skips:
+        elif gathering is None and self._undo is not None:
             self._undo.keep(number, self.reducer.state(bucket))
         world_size = self._ranks.world_size
         mean_over_ranks(gathering or self.reducer, bucket, outgoing.iteration, world_size, look)
@@ -173,21 +176,24 @@ class Summing:
     def wait_for_all(self) -> None:
         """Return when no rank has a message for another one any more. On the thread; see ``Connections``."""
         self.connections.wait_for_all()
-        self._replica.wait_for_all()
+        if self._island is not None:
+            self._island.wait_for_all()
 
     def stop_watching(self) -> None:
         """No longer fail when another rank does."""
         self._stop_watching()
 
-    def close(self, *, together: bool, disconnects: bool = True) -> None:
-        """End the thread, and with it the connections, unless a successor needs them.
+    def close(self, *, together: bool) -> None:
+        """End the thread, and with it the connections.
 
         With ``together``, all ranks have come to this point, and all sums are waited for.
         """
         # Peers may still read what this rank has sent them: the connections end when all have come to this point.
         # Not a method: the thread would refer to what refers to it.
-        ended = [self._connections.close] if self._connections is not None and disconnects else []
-        at_the_end = functools.partial(_call_all, [*ended, self._replica.close])
+        ended = [self._connections.close] if self._connections is not None else []
+        if self._island is not None:
+            ended.append(self._island.close)
+        at_the_end = functools.partial(_call_all, ended)
         self.thread.close(at_the_end=at_the_end, within=None if together else CLOSE_SECONDS)
 
 

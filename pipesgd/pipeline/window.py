@@ -110,23 +110,12 @@ class Window:
         """Continue from a ``state_dict``; the parameters' true weights must be those of that moment already."""
         device = self._parameters[0].device
         self._start = []
-        self._left = {number: tensor.to(device, copy=True) for number, tensor in state.get("left", {}).items()}
-        self._since = list(state["since"]) if "since" in state else self._since_of_old(state)
+        self._left = {number: tensor.to(device, copy=True) for number, tensor in state["left"].items()}
+        self._since = list(state["since"])
         if state["start"]:
             self._weights().work()
             self._start = [tensor.to(device, copy=True) for tensor in state["start"]]
             torch._foreach_copy_([parameter.data for parameter in self._parameters], list(state["now"]))
-
-    def _since_of_old(self, state: Mapping[str, Any]) -> list[int]:
-        """Return the numbers of iterations, as small as they can be, for a state of an earlier version, which has none.
-
-        With fragments, parameters that were not exchanged have moved when a window begins.
-        """
-        moved = dict.fromkeys(self._left, True)
-        if self._moving_rate is None:
-            pairs = zip(state["start"], state["now"], strict=True)
-            moved |= {number: not torch.equal(start, now) for number, (start, now) in enumerate(pairs)}
-        return [max(state["steps"], int(moved.get(number, False))) for number in range(len(self._parameters))]
 
     def work(self) -> None:
         """Let the parameters hold this rank's weights, from which the window begins if it has not begun."""

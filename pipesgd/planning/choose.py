@@ -15,8 +15,7 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.pipeline_config import rate_of
-from pipesgd.planning.audition import Audition
-from pipesgd.planning.planned import Planned, choices_of
+from pipesgd.planning.planned import Choices, Planned, choices_of
 from timing_model.advice import advice, reason
 from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simplicity
 from timing_model.cluster_profile import Profile
@@ -85,7 +84,8 @@ class Decided(NamedTuple):
     """Values of all ``AUTO_OPTIONS``."""
     why: list[str]
     answer: Answer
-    audition: Audition | None = None
+    candidates: Sequence[Job] = ()
+    """Jobs that could be the fastest, the simplest first; empty if there is nothing to compare."""
 
 
 def decide(
@@ -135,7 +135,7 @@ def decide(
             raise UserInputError(f"cluster must have been measured near this job; got {measured.reasons[0]}")
         # Options that are not auto may be outside of what was measured; the answer reports that.
         windows = config.pipeline.in_windows or "fragments" in config.planning.auto
-        decided = predict_windows(base, config) if windows else search(base, config, iterations)
+        decided = predict_windows(base, config) if windows else search(base, config)
     except UserInputError:
         raise
     except ValueError as failure:
@@ -160,12 +160,13 @@ def decide(
         iterations=iterations,
         median_share=median_share(answer.job),
         window=config.pipeline.local_steps * decided.choices["fragments"],
-        audition=decided.audition,
+        candidates=[choices_in(job) for job in decided.candidates],
+        predicted=[predict(job, extrapolate=True).iteration.total for job in decided.candidates],
     )
 
 
-def search(base: Job, config: TrainConfig, iterations: int) -> Decided:
-    """Choose the best configuration of the job of ``base``, which has this many iterations.
+def search(base: Job, config: TrainConfig) -> Decided:
+    """Choose the best configuration of the job of ``base``.
 
     Raises ``ValueError`` if nothing is left to search.
     """
@@ -176,7 +177,7 @@ def search(base: Job, config: TrainConfig, iterations: int) -> Decided:
         choices=choices_in(found.best.job),
         why=why(found, auto, limited=config.pipeline.rate_limit is not None),
         answer=answer,
-        audition=audition_of(found, answer, auto, iterations=iterations, begin=config.pipeline.warmup_iterations),
+        candidates=candidates_of(found, answer, auto),
     )
 
 
@@ -228,7 +229,7 @@ def fewest_fragments(job: Job, steps: int) -> int:
     )
 
 
-def choices_in(job: Job) -> dict[str, Any]:
+def choices_in(job: Job) -> Choices:
     """Return the values of all ``AUTO_OPTIONS`` in ``job``."""
     return {
         "width": job.width,
@@ -240,9 +241,9 @@ def choices_in(job: Job) -> dict[str, Any]:
     }
 
 
-def audition_of(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: int, begin: int) -> Audition | None:
-    """Return an audition of the simplest and the fastest of each width that could be the fastest of all, or of each
-    codec or all-reduce if the width is given; None if there are no two, or the run is too short.
+def candidates_of(found: Plan, answer: Answer, auto: Sequence[str]) -> list[Job]:
+    """Return the simplest and the fastest of each width that could be the fastest of all, or of each codec or
+    all-reduce if the width is given, the simplest first; none if there are no two, or all were measured before.
 
     Errors of predictions are common to a width, so the best of each is worth more than the first few. The simplest is
     among them since a tie is a matter of predictions, in which all that is hidden takes the same time. The plan's own
@@ -250,7 +251,7 @@ def audition_of(found: Plan, answer: Answer, auto: Sequence[str], *, iterations:
     """
     kind = next((name for name in ("width", "codec", "all-reduce") if name in auto), None)
     if kind is None:
-        return None
+        return []
     simplest: dict[Any, Choice] = {choices_in(found.best.job)[kind]: found.best}
     fastest: dict[Any, Choice] = {}
     for one in found.ranking:
@@ -260,11 +261,10 @@ def audition_of(found: Plan, answer: Answer, auto: Sequence[str], *, iterations:
     best = {id(one): one for one in (*simplest.values(), *fastest.values())}.values()
     could = [one for one in best if predict(one.job, extrapolate=True).low <= answer.high]
     could.sort(key=lambda one: (one is not found.best, one.score))
-    candidates = sorted(could[:MOST_CANDIDATES], key=lambda one: simplicity(one.job))
-    if all(one.job.measured is not None for one in candidates):
-        return None  # an earlier audition has answered the question
-    predicted = [one.iteration.total for one in candidates]
-    return Audition.of([choices_in(one.job) for one in candidates], predicted, iterations=iterations, begin=begin)
+    candidates = sorted((one.job for one in could[:MOST_CANDIDATES]), key=simplicity)
+    if len(candidates) == 1 or all(job.measured is not None for job in candidates):
+        return []  # in the latter case an earlier audition has answered the question
+    return candidates
 
 
 def space_of(profile: Profile, config: TrainConfig, parameters: int) -> Space:

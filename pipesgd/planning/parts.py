@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from pipesgd.baselines.local import Local
-from pipesgd.codecs.make import make_codec
 from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.flat_buffer import FlatBuffer, make_dense, pack_gradients
 from pipesgd.optim.loss_scale import LossScale
-from pipesgd.pipeline.exchanges import Exchanges, pieces_of
+from pipesgd.pipeline.exchanges import Exchanges, Reduce
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.factors import FactorsReducer
 from pipesgd.reducers.make import GATHERING
+from pipesgd.reducers.rows import rows_of
 from pipesgd.run.forward_backward import forward_backward
 from timing_model.params import Parts
 
@@ -38,9 +38,10 @@ class FirstGradients:
         config: configuration of the training.
         model: model on a CPU; it stays as it is.
         batches: batches of this rank.
+        reduce: exchange of gradients.
     """
 
-    def __init__(self, config: TrainConfig, model: nn.Module, batches: ShardedBatches):
+    def __init__(self, config: TrainConfig, model: nn.Module, batches: ShardedBatches, reduce: Reduce):
         model = copy.deepcopy(model)
         self.parameters: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
         optimization = config.optimization
@@ -48,19 +49,20 @@ class FirstGradients:
             "cpu", init_scale=optimization.loss_scale, enabled=optimization.precision == "fp16"
         )
         self._loss_scale = LossScale(scaler, self.parameters)
-        self._hooks = FactorHooks(model, self._loss_scale)
-        self.exchanges = Exchanges(model, config.pipeline.reduce)
-        self._hooks.follow(self.exchanges.by_factors())
+        self.exchanges = Exchanges(model, reduce)
+        by_factors = [one for one in self.parameters if self.exchanges.of(one) == "factors"]
+        self._hooks = FactorHooks(model, by_factors, self._loss_scale)
         never_steps = Local(model, torch.optim.SGD(self.parameters, lr=0.0))
         with closing(batches.from_iteration(0)) as samples:
             forward_backward(never_steps, samples, config, scaler, 0)
-        self.pieces = [
-            pieces_of(one, kind, self._hooks, self._loss_scale.scale)
-            if (kind := self.exchanges.kinds.get(id(one)))
-            else None
-            for one in self.parameters
-        ]
-        """Number of each parameter's pieces, as ``pieces_of`` has it; None where a gradient is exchanged whole."""
+        self.pieces = [self._pieces(one) for one in self.parameters]
+        """Number of rows, or of rows of factors, of each parameter's gradient; 0 where it is exchanged whole."""
+
+    def _pieces(self, parameter: Tensor) -> int:
+        kind, gradient = self.exchanges.of(parameter), parameter.grad
+        if gradient is None or kind == "matrix":
+            return 0
+        return len(rows_of(gradient.to_dense())) if kind == "rows" else len(self._hooks.look(parameter))
 
     def seconds(self, kind: str, numbers: list[int], ranks: Ranks) -> tuple[float, int]:
         """Return the time of a sum of these parameters' gradients without a network, and how often it gathers.
@@ -103,31 +105,30 @@ class _Own:
         return flat.nbytes // self._world_size * (self._world_size - 1)
 
 
-def parts_of_run(config: TrainConfig, ranks: Ranks, model: nn.Module, batches: ShardedBatches) -> tuple[Parts, ...]:
-    """Return what the ranks will gather in place of whole gradients with the run's ``--reduce``; the same on all ranks.
+def parts_of_run(
+    config: TrainConfig, ranks: Ranks, model: nn.Module, batches: ShardedBatches, reduce: Reduce
+) -> tuple[Parts, ...]:
+    """Return what the ranks will gather in place of whole gradients with this ``reduce``; the same on all ranks.
 
-    All ranks call this together. They choose by the gradients of the first batch, as the run will. Then all time their
-    sums at once, since ranks may share cores as they will in training. The state of random numbers is kept.
+    All ranks call this together. They count in the gradients of the first batch. Then all time their sums at once,
+    since ranks may share cores as they will in training. The state of random numbers is kept.
 
     Raises:
         UserInputError: the gradients cannot be exchanged like this, or the batch not be computed.
         CommunicationError: a rank was lost.
     """
-    if config.pipeline.reduce == "matrix":
+    if reduce == "matrix":
         return ()
     with torch.random.fork_rng(devices=[]):
         own = ranks.raise_together(
-            "gradients of the first batch", functools.partial(FirstGradients, config, model, batches)
+            "gradients of the first batch", functools.partial(FirstGradients, config, model, batches, reduce)
         )
     of_ranks = ranks.all_gather_object("sizes of gradients", own.pieces)
-    most: dict[int, int] = {}
-    codec = make_codec(config.compression)
-    for number, counts in enumerate(zip(*of_ranks, strict=True)):
-        one = own.parameters[number]
-        if own.exchanges.undecided([one]):
-            own.exchanges.choose(one, counts, codec, ranks.world_size)
-        if own.exchanges.of(one) != "matrix":
-            most[number] = max((count for count in counts if count is not None), default=0)
+    most = {
+        number: max(counts)
+        for number, counts in enumerate(zip(*of_ranks, strict=True))
+        if own.exchanges.of(own.parameters[number]) != "matrix"
+    }
     return tuple(
         _parts(own, kind, of_kind, ranks)
         for kind in GATHERING

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.errors import CheckpointError, UserInputError, warn
-from pipesgd.planning.audition import Audition, Pace
+from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say, say_sentences
@@ -24,7 +23,6 @@ from pipesgd.run.console import say, say_sentences
 if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
     from timing_model.cluster_profile import Profile
-    from timing_model.measured import MeasuredIteration
 
 CALIBRATION_SECONDS = 4.0
 """Approximate seconds of a calibration before training: an audition corrects what it gets wrong."""
@@ -37,6 +35,7 @@ def plan_run(
     ranks: Ranks,
     model: nn.Module,
     batches: ShardedBatches,
+    reduce: Reduce,
     console: Console,
     *,
     samples: int,
@@ -55,6 +54,7 @@ def plan_run(
         ranks: ranks that train.
         model: model that is trained, on a CPU.
         batches: batches of this rank.
+        reduce: exchange of gradients.
         console: console of rank 0.
         samples: number of samples in the training set.
         iterations: number of iterations of the whole job.
@@ -98,7 +98,7 @@ def plan_run(
         found = calibrate_briefly(config, ranks, model, batches, console, samples=samples)
         source = f"a calibration of {CALIBRATION_SECONDS:.0f} s"
 
-    parts = parts_of_run(config, ranks, model, batches)
+    parts = parts_of_run(config, ranks, model, batches, reduce)
 
     def decide_on_rank_0() -> dict[str, Any] | None:
         if found is None:
@@ -117,6 +117,10 @@ def plan_run(
     agreed = ranks.all_gather_object("plan", ranks.raise_together("planning", decide_on_rank_0))[0]
     planned = Planned.from_json(agreed)
     say_sentences(console, *planned.lines())
+    if planned.candidates:
+        from pipesgd.planning.candidates import audition
+
+        planned, found = audition(planned, found, config, ranks, model, batches, reduce, console)
     return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned, found
 
 
@@ -126,48 +130,6 @@ def save_cluster(profile: Profile, path: Path) -> None:
         profile.save(path)
     except ValueError as failure:
         warn(f"the cluster could not be written: {failure}; training continues")
-
-
-def remember(path: Path, config: TrainConfig, audition: Audition, world_size: int) -> None:
-    """Add what an audition that is over has measured to the cluster in ``path``, for the next plan; warn if not.
-
-    A run adds nothing if it has options that a profile does not record.
-    """
-    from pipesgd.planning.choose import unmeasured
-    from timing_model.cluster_profile import Profile
-
-    # The cluster is faster than a run with a limit, and a profile knows exchanges of whole gradients alone.
-    if config.pipeline.rate_limit is not None or config.pipeline.reduce != "matrix" or unmeasured(config):
-        return
-    measured = measured_iterations(audition.candidates, audition.paces, config, world_size)
-    try:
-        profile = Profile.load(path)
-        profile.with_measured(config.model.model, config.samples_per_rank, measured).save(path)
-    except ValueError as failure:
-        warn(f"what was measured is not remembered: {failure}")
-
-
-def measured_iterations(
-    candidates: Sequence[dict[str, Any]], paces: Sequence[Pace | None], config: TrainConfig, world_size: int
-) -> list[MeasuredIteration]:
-    """Return what was measured of the candidates for this run, as a profile keeps it."""
-    from timing_model.measured import Estimate, MeasuredIteration
-
-    return [
-        MeasuredIteration(
-            world_size=world_size,
-            width=choices["width"],
-            codec=choices["codec"],
-            all_reduce=choices["all-reduce"],
-            segment_bytes=choices["segment-bytes"],
-            iteration=Estimate(pace.mean, *pace.interval),
-            iterations=pace.iterations,
-            loader_workers=config.data.workers,
-            buckets=choices["buckets"],
-        )
-        for choices, pace in zip(candidates, paces, strict=True)
-        if pace is not None
-    ]
 
 
 def share_cluster(path: Path | None, ranks: Ranks, console: Console) -> bool:
@@ -238,7 +200,7 @@ def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig
         if planned is None:
             return config, None
         found = Planned.from_json(planned)
-        # Even if the resuming command spells them out, since a turn of the audition may be of other values.
+        # Even if the resuming command spells them out: a chosen width of 1 goes with options about late gradients.
         chosen = dataclasses.replace(config.planning, chosen=tuple(found.asked))
         return dataclasses.replace(config, planning=chosen), found
     except (KeyError, TypeError, UserInputError) as failure:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pipesgd.config import AUTO_OPTIONS, TrainConfig
-from pipesgd.planning.audition import Audition, complete
 from timing_model.units import format_seconds
 
+Choices = dict[str, Any]
+"""Values of all ``AUTO_OPTIONS``."""
 MEASURED = "measured"
 """Support of a plan whose time an audition has measured: ``timing_model.job.MEASURED``."""
 
@@ -22,7 +23,7 @@ class Planned:
 
     asked: Sequence[str]
     """Names of the ``AUTO_OPTIONS`` that were left to be chosen."""
-    choices: dict[str, Any]
+    choices: Choices
     """Values of all ``AUTO_OPTIONS`` in this run."""
     source: str
     """Origin of what is known of the cluster."""
@@ -41,76 +42,21 @@ class Planned:
     iterations: int
     """Number of iterations of the job."""
     median_share: float = 1.0
-    """Median of a window over its mean: below 1 where a few are long; 1 in a run of an older version."""
+    """Median of a window over its mean: below 1 where a few are long."""
     window: int = 1
     """Iterations whose mean is compared with the prediction: those of a window of local steps, or, with fragments, of
     the windows in which each has a turn."""
-    audition: Audition | None = None
-    """The auditions of the run; None if there are none."""
-    began_with: dict[str, Any] | None = None
-    """Choices of the run before its first audition, once one is over; None while these are ``choices``."""
+    candidates: Sequence[Choices] = ()
+    """Choices that could be the fastest, the simplest first, for an audition; empty if there is nothing to compare."""
+    predicted: Sequence[float] = ()
+    """Seconds of an iteration that the timing model predicts for each of ``candidates``."""
+    audition_seconds: float = 0.0
+    """Seconds that the audition took; 0 if there was none."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Return the plan that ``as_json`` has made into ``values``. Raises ``TypeError`` for other values."""
-        audition = values.get("audition")
-        found = cls(**values | {"audition": None if audition is None else Audition.from_json(audition)})
-        return dataclasses.replace(found, choices=complete(found.choices))
-
-    @property
-    def turns(self) -> Sequence[tuple[int, dict[str, Any]]]:
-        """Choices of auditions by the iteration from which on they train."""
-        return [] if self.audition is None else self.audition.turns
-
-    @property
-    def decision_at(self) -> int:
-        """Iteration before which rank 0 decides next, later after every decision; 0 without an audition."""
-        return 0 if self.audition is None else self.audition.decision_at
-
-    def at(self, iteration: int) -> dict[str, Any]:
-        """Return the values of all ``AUTO_OPTIONS`` in ``iteration``."""
-        return (None if self.audition is None else self.audition.at(iteration)) or self.began_with or self.choices
-
-    def heard(self, audition: Audition) -> Planned:
-        """Return the plan after a decision: once the audition is over, with what was measured of the winner."""
-        if not audition.over or (self.audition is not None and self.audition.over):
-            return dataclasses.replace(self, audition=audition)
-        choices, pace = audition.chosen
-        began_with = self.began_with or self.choices
-        if pace is None:  # of an audition whose times were lost, the prediction counts
-            return dataclasses.replace(self, audition=audition, choices=choices, began_with=began_with)
-        low, high = pace.interval
-        return dataclasses.replace(
-            self,
-            audition=audition,
-            choices=choices,
-            began_with=began_with,
-            source=f"an audition of {pace.iterations} iterations",
-            iteration_seconds=pace.mean,
-            low=low,
-            high=high,
-            median_share=pace.median / pace.mean,
-            job_seconds=pace.mean * self.iterations,
-            support=MEASURED,
-            reasons=[],
-        )
-
-    def decision_lines(self) -> list[str]:
-        """Describe the newest decision about the audition for the user."""
-        audition = self.audition
-        assert audition is not None
-        if not audition.over:
-            return [audition_line(audition)] if audition.passes == 1 else []
-        found = [
-            f"{words(shown(choices, audition.candidates))} {format_seconds(pace.mean)} +- {format_seconds(pace.error)}"
-            for choices, pace in zip(audition.candidates, audition.paces, strict=True)
-            if pace is not None
-        ]
-        chosen = words(shown(self.choices, audition.candidates))
-        if not found:
-            return [f"audition: no iteration could be timed; {chosen} stays, as predicted"]
-        cost = "" if audition.cost is None else f"; it cost {format_seconds(max(0.0, audition.cost))}"
-        return [f"audition, time of an iteration: {', '.join(found)}; {chosen} stays{cost}"]
+        return cls(**values)
 
     def lines(self) -> list[str]:
         """Describe the plan for the user."""
@@ -124,7 +70,6 @@ class Planned:
             *self.why,
             f"{self._how} by {self.source}: {interval} an iteration, {format_seconds(self.job_seconds)} for all "
             f"{self.iterations}{far}",
-            *([audition_line(self.audition)] if self.audition is not None and not self.audition.over else []),
         ]
 
     @property
@@ -179,16 +124,7 @@ class Planned:
         return dataclasses.asdict(self)
 
 
-def audition_line(audition: Audition) -> str:
-    """Announce an audition for the user."""
-    names = ", ".join(words(shown(one, audition.candidates)) for one in audition.candidates)
-    return (
-        f"audition: {names} train in turns of {audition.turn} iterations or more from iteration {audition.begin} on, "
-        "and the fastest stays"
-    )
-
-
-def shown(choices: dict[str, Any], among: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def shown(choices: Choices, among: Sequence[Choices]) -> Choices:
     """Return those of the choices in which ``among`` differ."""
     return {name: value for name, value in choices.items() if any(other[name] != value for other in among)}
 

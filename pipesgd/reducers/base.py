@@ -44,12 +44,6 @@ class Reducer(Sum, Protocol):
     def state(self, buffer: FlatBuffer) -> list[Tensor]:
         """Return the tensors, not copies, that a ``sum`` of a buffer like this one changes besides the buffer."""
 
-    def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
-        """Switch from buffers of the parameters ``old`` to buffers of ``new``, both given bucket by bucket.
-
-        State of parameters that remain is carried over; that of the others is dropped.
-        """
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state needed to continue bit for bit."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pipesgd.codecs.base import mixed
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer, rearranged
+from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.reducers.base import Float32Places, as_real, check_kept
 
 
@@ -27,14 +28,14 @@ class DenseReducer:
         all_reduce: sums exactly, or with a codec on the wire.
         exact: whether ``all_reduce`` sums any dtype as it is.
         error_feedback: whether residuals are kept.
-        seed: seed of random numbers, the same on all ranks.
+        seed: seed of random numbers, the same on all ranks; None if the codec draws none.
     """
 
-    def __init__(self, all_reduce: AllReduce, *, exact: bool, error_feedback: bool = False, seed: int = 0):
+    def __init__(self, all_reduce: AllReduce, *, exact: bool, error_feedback: bool = False, seed: int | None = None):
         self._all_reduce = all_reduce
         self._exact = exact
         self._error_feedback = error_feedback
-        self._seed = seed
+        self._key: Callable[[int, int], int] = _no_key if seed is None else functools.partial(mixed, seed)
         self._residuals: dict[int, Tensor] = {}  # by number of the flat tensor
         self._places = Float32Places()
 
@@ -44,7 +45,7 @@ class DenseReducer:
             own = self._float32(number, flat)
             if own is not flat:
                 own.copy_(as_real(flat))
-            key = mixed(self._seed, iteration, number)
+            key = self._key(iteration, number)
             self._all_reduce(own, self._residuals.get(number), key, finish if own is flat else no_op)
             if own is not flat:
                 as_real(flat).copy_(own)
@@ -62,11 +63,6 @@ class DenseReducer:
             self._residuals[number] = torch.zeros_like(self._float32(number, flats[number]))
         return [self._residuals[number] for number in flats]
 
-    def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
-        if self._residuals:
-            self._residuals = dict(enumerate(rearranged(self._in_order(), old, new)))
-        self._places = Float32Places()
-
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": [residual.clone() for residual in self._in_order()]}
 
@@ -82,3 +78,8 @@ class DenseReducer:
     def _float32(self, number: int, flat: Tensor) -> Tensor:
         """Return ``flat``, or a place for its values in float32."""
         return flat if self._exact else self._places.place(number, flat)
+
+
+def _no_key(iteration: int, number: int) -> int:
+    """Return the key of a codec that draws no random numbers."""
+    return 0

@@ -82,7 +82,7 @@ def dense_reducer(options: CodecOptions, codec: Codec, connections: Connections,
         connections.all_reduce(codec),
         exact=codec.in_place,
         error_feedback=options.gives_back,
-        seed=seed,
+        seed=seed if options.stochastic or isinstance(codec, OwnCodec) else None,
     )
 
 

@@ -125,20 +125,6 @@ class PowerSgdReducer:
             self._make_room(buffer)
         return [self._residuals, self._right]
 
-    def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
-        if not self._right.numel():  # no matrix has any state
-            self._ready = False
-            return
-        [before], [after] = old, new
-        self.state(FlatBuffer(before))  # loaded state is laid out in the first sum
-        known = {id(before[matrix.index]): matrix for matrix in self._matrices}
-        self._right = torch.empty(0)
-        self._make_room(FlatBuffer(after))
-        for matrix in self._matrices:
-            if (origin := known.get(id(after[matrix.index]))) is not None:
-                matrix.residual.copy_(origin.residual)
-                matrix.right.copy_(origin.right)
-
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": self._residuals.clone(), "right": self._right.clone()}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import FlatBuffer, rearranged
+from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.reducers.base import Float32Places, as_real, check_kept
 
 WARMUP_DENSITY = 0.25
@@ -97,11 +97,6 @@ class TopKReducer:
         if self._momentum and not self._velocities:
             self._velocities = [torch.zeros_like(residual) for residual in self._residuals]
         return [*self._residuals, *self._velocities]
-
-    def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
-        self._residuals = rearranged(self._residuals, old, new) if self._residuals else []
-        self._velocities = rearranged(self._velocities, old, new) if self._velocities else []
-        self._sums = Float32Places()
 
     def state_dict(self) -> dict[str, Any]:
         return {

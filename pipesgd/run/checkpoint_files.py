@@ -121,8 +121,6 @@ def read_file(path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     found = read_file(path, {})
-    if "format" not in found and {"parameters", "strategy"} & found.keys():
-        raise UnusableCheckpointError(f"{path} is of an older pipesgd, whose checkpoints this one cannot read")
     if found.get("format") != FORMAT or any(type(found.get(name)) is not kind for name, kind in _HEADER.items()):
         raise UnusableCheckpointError(f"{path} is no checkpoint of pipesgd in format {FORMAT}")
     return found

@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipesgd.config import FREE_ON_RESUME, TrainConfig, current_names, differing_options
+from pipesgd.config import FREE_ON_RESUME, TrainConfig, differing_options
 from pipesgd.errors import CheckpointError, UserInputError, warn
 from pipesgd.ranks import Ranks
 from pipesgd.run.checkpoint_folder import CheckpointFolder
@@ -76,13 +77,15 @@ def take_folder(
     ranks: Ranks,
     planned: dict[str, Any] | None = None,
     earlier: dict[str, Any] | None = None,
+    exchanges: Mapping[str, str] | None = None,
 ) -> FolderLock | None:
     """Take ``--output`` for this run on every machine, and return the lock on it. All ranks call this together.
 
     An empty or new folder is taken. A folder that holds this very run is taken with ``--resume``, or when torchrun has
     restarted a job that had taken it before. From a folder that holds any run, ``--overwrite`` deletes that run. The
-    ``planned`` values are stored with the options, and ``earlier`` is what ``earlier_run`` returned. The first rank of
-    each machine has the lock, and must hold it as long as any rank writes.
+    ``planned`` values and the ``exchanges`` of parameters with ``--reduce auto`` are stored with the options, and
+    ``earlier`` is what ``earlier_run`` returned. The first rank of each machine has the lock, and must hold it as long
+    as any rank writes.
 
     Raises:
         UserInputError: the folder holds something else, cannot be written to, or is in use.
@@ -90,7 +93,7 @@ def take_folder(
     """
     folder, overwrite = config.run.output, config.run.overwrite
     resume = _resumes(config, ranks)
-    description = _description(config, ranks, planned)
+    description = _description(config, ranks, planned, exchanges)
     chosen: dict[str, Any] = {}
     if planned is not None and earlier is not None:  # rank 0's: another machine may have missed the newest decision
         chosen = {name: earlier["options"].get(name) for name in planned["asked"]}
@@ -145,24 +148,11 @@ def check_no_results(folder: Path) -> None:
             )
 
 
-def describe_again(
-    config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: dict[str, str] | None = None
-) -> None:
-    """Replace the description of this run after a decision about its options. All ranks call this.
-
-    Args:
-        config: the configuration that trains now.
-        ranks: the ranks of the run.
-        planned: the plan of the timing model, if there is one.
-        exchanges: the chosen exchange of each weight that has a choice, by name, with ``--reduce auto``.
-    """
-    if ranks.local_rank == 0:
-        chosen = {} if exchanges is None else {"exchanges": exchanges}
-        _describe(config.run.output, _description(config, ranks, planned) | chosen)
-
-
-def _description(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None) -> dict[str, Any]:
-    return {"world_size": ranks.world_size, "options": config.options(), "planned": planned}
+def _description(
+    config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: Mapping[str, str] | None
+) -> dict[str, Any]:
+    chosen = {} if exchanges is None else {"exchanges": dict(exchanges)}
+    return {"world_size": ranks.world_size, "options": config.options(), "planned": planned, **chosen}
 
 
 def _describe(folder: Path, description: dict[str, Any]) -> None:
@@ -228,7 +218,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         cause = " ".join(f"{type(failure).__name__}: {failure}".split())
         raise CheckpointError(f"{path} must describe the run to resume; it cannot be read: {cause}") from None
-    return {"options": current_names(options), "world_size": world_size, "planned": planned}
+    return {"options": options, "world_size": world_size, "planned": planned}
 
 
 def _describes_a_run(path: Path) -> bool:

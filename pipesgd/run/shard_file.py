@@ -120,10 +120,10 @@ class ShardFile:
         if len({part["save"] for part in parts}) > 1:
             raise UnusableCheckpointError(f"{first} is of another save than those next to it")
         found = parts[0]
-        residuals = zip(*(part["pipeline"]["exchange"]["residuals"] for part in parts), strict=True)
+        residuals = zip(*(part["pipeline"]["reducer"]["residuals"] for part in parts), strict=True)
         found["left out"] = [torch.stack(of_all).mean(0) for of_all in residuals]
-        found["pipeline"]["exchange"]["residuals"] = []
-        found["pipeline"].pop("world_size", None)  # earlier versions had none
+        found["pipeline"]["reducer"]["residuals"] = []
+        found["pipeline"]["world_size"] = self._mesh[0]
         return found
 
     def _read(self, path: Path) -> dict[str, Any]:

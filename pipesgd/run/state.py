@@ -108,7 +108,7 @@ class RunState:
         self.strategy.load_state_dict(own["strategy"])
         self.losses.extend(own["losses"])
         self.seconds = own["seconds"]
-        self.nonfinite = own.get("nonfinite", 0)  # earlier versions had none
+        self.nonfinite = own["nonfinite"]
         torch.set_rng_state(own["rng"])
         if own["cuda_rng"] is not None:
             torch.cuda.set_rng_state(own["cuda_rng"])

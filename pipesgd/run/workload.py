@@ -12,7 +12,7 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import check_block
 from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
-from pipesgd.config import TrainConfig, dataset_kind
+from pipesgd.config import AUTO, TrainConfig, dataset_kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
 from pipesgd.data.augmentation import Augmentation
 from pipesgd.data.losses import Loss
@@ -21,7 +21,7 @@ from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.functions import OWN, in_one_line, kind
 from pipesgd.optim.build import check_model
 from pipesgd.pipeline.buckets import bucket_indices
-from pipesgd.pipeline.exchanges import Exchanges
+from pipesgd.pipeline.exchanges import Exchanges, Reduce, fewest_bytes
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
 from pipesgd.pipeline_config import check_parts, cut_of, rate_of
 from pipesgd.ranks import Ranks
@@ -83,7 +83,7 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
     )
     check_model(config.optimization, model)
     if config.pipeline.strategy == "pipelined":
-        check_cut(config, model)
+        check_cut(config, model, reduce_of(config, data, model, ranks.world_size))
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
     return data, batches, model, torch.device(config.run.device)
 
@@ -98,14 +98,30 @@ def _check_gpus(gpus: int, ranks: int) -> None:
         )
 
 
-def check_cut(config: TrainConfig, model: nn.Module) -> None:
+def reduce_of(config: TrainConfig, data: DataSplits, model: nn.Module, world_size: int) -> Reduce:
+    """Return the exchange of gradients that ``--reduce`` asks for, of each parameter if that is auto.
+
+    Where samples are made of symbols, as texts are, a layer has a row of input for each symbol; otherwise for each
+    sample.
+    """
+    if config.pipeline.reduce != AUTO:
+        return config.pipeline.reduce
+    inputs, _ = data.train[torch.arange(1)]
+    symbols = [1]
+    on_tensors(lambda one: None if one.is_floating_point() else symbols.append(one.numel()), inputs)
+    rows = config.samples_per_rank * max(symbols)
+    return fewest_bytes(model, rows, make_codec(codec_options(config.compression)), world_size)
+
+
+def check_cut(config: TrainConfig, model: nn.Module, reduce: Reduce) -> None:
     """Raise ``UserInputError`` unless the model has the parameters for exchange, fragments and buckets asked for."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    check_eligible(config.pipeline.reduce, model, trained)
+    if isinstance(reduce, str):
+        check_eligible(reduce, model, trained)
     if config.pipeline.fragments > 1:
         check_parts(config.pipeline.fragments, len(trained))
     if cut_of(config.pipeline.buckets) != WHOLE:
-        apart = Exchanges(model, config.pipeline.reduce).apart()
+        apart = Exchanges(model, reduce).apart()
         bucket_indices(model, trained, config.pipeline.buckets, apart)
 
 

@@ -78,7 +78,7 @@ def cell(half_0: float, half_1: float, predicted: float = 1.0, cpu_share: float 
 def measured(*, chose: int | None = 2, **cells: dict[str, Any]) -> Measured:
     """Return a setting with these cells by width, in which a run chose a width."""
     choices = {"width": chose, "codec": "int4", "all-reduce": "ring", "segment-bytes": 1 << 20}
-    planned = {"choices": choices, "iteration_seconds": 1.03, "support": "measured", "audition": {"cost": 10.0}}
+    planned = {"choices": choices, "iteration_seconds": 1.03, "support": "measured", "audition_seconds": 10.0}
     named = {f"--width {name[1:]} --codec int4 --all-reduce ring": one for name, one in cells.items()}
     return Measured(
         commit="abc",

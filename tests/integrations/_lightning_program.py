@@ -349,21 +349,6 @@ def saved_by_fabric() -> Regression:
     return model
 
 
-def resume_as_of_an_earlier_version() -> Regression:
-    """Resume from a save whose files have the names that they had before each save had one."""
-    rank, path = torch.distributed.get_rank(), FOLDER / "fabric.ckpt"
-    checkpoint = torch.load(path, weights_only=False)
-    stem = f"{path}.pipesgd-rank-{rank}"
-    for suffix in ("", ".sha256"):
-        Path(f"{stem}.{checkpoint['pipesgd']['save']}{suffix}").rename(f"{stem}{suffix}")
-    torch.distributed.barrier()
-    if rank == 0:
-        del checkpoint["pipesgd"]["save"]
-        torch.save(checkpoint, path)
-    torch.distributed.barrier()
-    return fabric_loop(resume=True)
-
-
 def fabric() -> dict[str, Any]:
     found, expected = fabric_loop(stop=5), by_pipelined(accumulate=2, clip_norm=0.3)
     return {
@@ -375,7 +360,6 @@ def fabric() -> dict[str, Any]:
         "reloaded": weights_sha256(fabric_loop(resume=True, reload=True).net),
         "saved": weights_sha256(saved_by_fabric().net),
         "files": len(list(FOLDER.glob(f"fabric.ckpt.pipesgd-rank-{torch.distributed.get_rank()}*"))),
-        "resumed from an earlier version's": weights_sha256(resume_as_of_an_earlier_version().net),
         "by name": type(fabric_package().Fabric(**RANKS, strategy="pipesgd").strategy).__name__,
     }
 

@@ -261,17 +261,6 @@ def test_a_scaler_is_refused_while_another_pipeline_has_it(kind: str) -> None:
             Pipelined(*network(), scaler=torch.amp.GradScaler("cpu", enabled=False)).close()
 
 
-def test_a_pipeline_that_succeeds_another_one_takes_over_its_scaler() -> None:
-    model, optimizer = network()
-    scaler = gradscaler()
-    with (
-        Pipelined(model, optimizer, scaler=scaler) as former,
-        Pipelined(model, optimizer, scaler=scaler, successor_of=former),
-        pytest.raises(UserInputError, match="scaler must"),
-    ):
-        Pipelined(*network(), scaler=scaler)
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )

@@ -119,8 +119,8 @@ def test_fifty_pipelines_leave_no_file_descriptor_and_no_thread_behind() -> None
         assert last <= first
 
 
-def _fail_to_construct(ranks: Ranks, where: str, change: bool) -> tuple[list[int], list[int], bool]:
-    """Fail five times in the constructor of a pipeline, or of one that succeeds another one.
+def _fail_to_construct(ranks: Ranks, where: str) -> tuple[list[int], list[int], bool]:
+    """Fail five times in the constructor of a pipeline.
 
     Return what is open after the first time and after the last one, and whether the model has no hooks left.
     """
@@ -130,12 +130,12 @@ def _fail_to_construct(ranks: Ranks, where: str, change: bool) -> tuple[list[int
         raise UserInputError("refused")
 
     for number in range(5):
-        model, former = _make(ranks) if change else (nn.Linear(4, 3), None)
+        model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(where, refused)
             with pytest.raises(UserInputError, match="refused"):
-                Pipelined(model, optimizer, ranks=ranks, successor_of=former)
+                Pipelined(model, optimizer, ranks=ranks)
         if number == 0:
             first = _open_now()
     deadline = time.monotonic() + 10.0
@@ -146,36 +146,18 @@ def _fail_to_construct(ranks: Ranks, where: str, change: bool) -> tuple[list[int
     return first, last, not hooks
 
 
-@pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize(
     "where",
     [
-        "pipesgd.comm.connections.Connections.begin_buckets",
+        "pipesgd.pipeline.pipelined.share_rank_0s_state",
         "pipesgd.pipeline.summing.make_reducer",
-        "pipesgd.pipeline.pipelined.Pipelined._watch",
+        "pipesgd.pipeline.pipelined.drop_gradients",
     ],
 )
-def test_a_pipeline_that_cannot_be_made_leaves_no_file_descriptor_thread_or_hook_behind(
-    where: str, change: bool
-) -> None:
-    for first, last, unhooked in run_ranks(2, _fail_to_construct, where, change):
+def test_a_pipeline_that_cannot_be_made_leaves_no_file_descriptor_thread_or_hook_behind(where: str) -> None:
+    for first, last, unhooked in run_ranks(2, _fail_to_construct, where):
         assert last <= first
         assert unhooked
-
-
-def _follow(ranks: Ranks) -> list[bool]:
-    """Let a pipeline succeed another one; return whether one watcher ran throughout, and whether it has ended."""
-    model, former = _make(ranks)
-    watcher = ranks._watcher
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Pipelined(model, optimizer, ranks=ranks, successor_of=former, all_reduce="all-to-all"):
-        same = ranks._watcher is watcher is not None
-    return [same, ranks._watcher is None]
-
-
-def test_a_rank_is_watched_throughout_a_change_of_pipelines() -> None:
-    """The only watcher used to end with the first one, and to tell the other ranks that this one had left."""
-    assert run_ranks(2, _follow) == [[True, True]] * 2
 
 
 def _interrupted(ranks: Ranks, interrupt: bool) -> tuple[list[tuple[int, ...]], Any, int, str]:

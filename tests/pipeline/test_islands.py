@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from pipesgd import DisagreementError, NonFiniteGradientError, Pipelined, RunError, UserInputError
+from pipesgd import DisagreementError, NonFiniteGradientError, Pipelined, RunError
 from pipesgd.optim.muon import MuonWithAdamW
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
@@ -454,52 +454,6 @@ def test_buffers_are_combined_over_all_ranks() -> None:
     assert run_ranks(4, _combine_buffers) == 4 * [[[1.5, 1.5], [0.0, 0.0]]]
 
 
-def _add(ranks: Ranks, factor: float) -> tuple[list[float], str]:
-    """Add a parameter with other values on each member, first with ``factor`` times its gradient; return what it has in
-    the end, and what is refused."""
-    member = Member((1, 1, 2), case("sgd", width=1))
-    member.iterate(0)
-    member.model.new = nn.Parameter(torch.full((2,), 1.0 + ranks.rank))
-    member.optimizer.add_param_group({"params": [member.model.new], "lr": 0.25})
-    try:
-        with member.pipeline:
-            for of_iteration in (factor, 1.0):
-                (of_iteration * member.model.new.square().sum()).backward()
-                member.pipeline.step()
-    except UserInputError as error:
-        return member.model.new.tolist(), str(error)
-    return member.model.new.tolist(), ""
-
-
-def test_all_members_get_the_first_ones_values_of_an_added_parameter() -> None:
-    """Unless its first gradient showed it, members went apart without a word."""
-    assert run_ranks(2, _add, 0.0) == [([0.5, 0.5], "")] * 2
-    for values, said in run_ranks(2, _add, 1.0):
-        assert values == [1.0, 1.0]
-        assert said == (
-            "gradients of what members of an island hold alike must be the same on all of them, from the same samples, "
-            "random numbers and values of added parameters; got others of new in the first step"
-        )
-
-
-def _add_complex(ranks: Ranks) -> str:
-    member = Member((1, 1, 2), case("sgd", width=1))
-    member.iterate(0)
-    member.model.new = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    member.optimizer.add_param_group({"params": [member.model.new]})
-    try:
-        with member.pipeline:
-            member.pipeline.step()
-    except UserInputError as error:
-        return str(error)
-    return ""
-
-
-def test_an_added_parameter_must_be_one_that_members_can_train() -> None:
-    said = "parameters must be real with a mesh of islands; got new in torch.complex64"
-    assert run_ranks(2, _add_complex) == [said] * 2
-
-
 def _refused(ranks: Ranks) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("islands", "inside"))
 
@@ -527,8 +481,7 @@ def _refused(ranks: Ranks) -> list[str]:
         attempt(mesh, mesh),
         attempt(mesh, mesh["inside"], muon),
         attempt(mesh, mesh["inside"], codec="topk"),
-        attempt(mesh, mesh["inside"], reduce="auto"),
-        attempt(mesh, mesh["inside"], allow_drift=True),
+        attempt(mesh, mesh["inside"], reduce="rows"),
         attempt(mesh, mesh["inside"], ranks=ranks),
         attempt(DeviceMesh("cpu", [[1, 2], [0, 3]]), mesh["inside"]),
         attempt(DeviceMesh("cpu", [[1, 2], [3, 0]]), mesh["inside"]),
@@ -555,8 +508,7 @@ def test_what_cannot_be_islands_is_refused_in_one_line() -> None:
             "optimizer must update value by value with a mesh of islands; got MuonWithAdamW, which needs the whole of "
             "0.weight",
             f"codec topk {both}",
-            f"reduce auto {both}",
-            f"allow_drift {both}",
+            f"reduce rows {both}",
             f"ranks or process_group {both}",
             "parameters must be sharded inside an island, here ranks 1, 2; got 0.weight on " + on_ranks.format("0, 1"),
             "mesh must have the ranks inside each island in ascending order; got [[1, 2], [3, 0]]",

@@ -1021,28 +1021,3 @@ def test_parameters_that_are_frozen_later_are_refused() -> None:
         with pytest.raises(UserInputError, match="must not be frozen, unfrozen or added while local steps"):
             strategy.step()
         model.bias.requires_grad_(True)
-
-
-@pytest.mark.parametrize("iterations", [1, 2, 3])
-def test_a_window_of_an_earlier_version_does_not_forget_what_was_not_exchanged(iterations: int) -> None:
-    """It had no numbers of iterations since the last exchange of each parameter."""
-
-    def made() -> tuple[nn.Module, LocalSteps]:
-        torch.manual_seed(0)
-        model = nn.Linear(2, 1)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, LocalSteps(model, sgd, local_steps=2, width=1, fragments=2)
-
-    model, strategy = made()
-    for _ in range(iterations):
-        model(torch.ones(4, 2)).sum().backward()
-        strategy.step()
-    state = copy.deepcopy(strategy.state_dict())
-    del state["window"]["since"]
-    again, resumed = made()
-    with strategy.true_weights():
-        again.load_state_dict(copy.deepcopy(model.state_dict()))
-    resumed.load_state_dict(state)
-    strategy.close()
-    resumed.close()
-    assert all(map(torch.equal, model.parameters(), again.parameters()))

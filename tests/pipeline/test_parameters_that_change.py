@@ -1,8 +1,7 @@
-"""Parameters that are frozen, unfrozen or added in the middle of training."""
+"""Parameters that are frozen, unfrozen or added in the middle of training, which strategies refuse."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from pipesgd.baselines.local import Local
 from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.ddp import attach
-from pipesgd.errors import DisagreementError, OutOfStepError, UserInputError
-from pipesgd.flat_buffer import rearranged
+from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.strategy import Strategy
@@ -51,54 +49,80 @@ def _build(change: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-def _train(
-    ranks: Ranks, change: str, width: int, prediction: str, buckets: int
-) -> tuple[str, dict[str, Tensor], float]:
+@pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_a_change_is_refused_and_loses_nothing(change: str, buckets: int) -> None:
     model, optimizer = _build(change)
-    with Pipelined(model, optimizer, width=width, prediction=prediction, buckets=buckets, ranks=ranks) as pipeline:
-        for iteration in range(6):
-            if iteration == 3:
-                pipeline.flush()
-                _change(model, optimizer, change)
-                before = model[0].weight.detach().clone()
-            _backward(model, ranks.rank, iteration)
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter for parameter in trained if parameter.requires_grad]
+    with Pipelined(model, optimizer, width=2, buckets=buckets) as pipeline:
+        for iteration in range(2):
+            _backward(model, 0, iteration)
             pipeline.step()
-    moved = float((model[0].weight.detach() - before).abs().max())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    return weights_sha256(model), model.state_dict(), moved
+        _change(model, optimizer, change)
+        _backward(model, 0, 2)
+        computed = [None if p.grad is None else p.grad.clone() for p in trained]
+        for _ in range(2):
+            with pytest.raises(UserInputError) as refused:
+                pipeline.step()
+            assert str(refused.value) == (
+                "parameters must not be frozen, unfrozen or added while a pipeline trains them; close the strategy and "
+                "make a new one"
+            )
+        assert pipeline.flush().applied == (1,)
+        for parameter, gradient in zip(trained, computed, strict=True):
+            assert (parameter.grad is None) == (gradient is None)
+            if parameter.grad is not None and gradient is not None:
+                assert torch.equal(parameter.grad, gradient), "it waits for a step that there may be"
 
 
-def _train_in_one_process(change: str, world_size: int) -> dict[str, Tensor]:
-    """Train with torch on the whole batch, synchronously; return the state."""
-    model, optimizer = _build(change)
-    for iteration in range(6):
-        if iteration == 3:
+def test_a_change_that_is_undone_is_none() -> None:
+    found = []
+    for refused in (False, True):
+        model, optimizer = _build("freeze")
+        with Pipelined(model, optimizer, width=1) as pipeline:
+            for iteration in range(2):
+                _backward(model, 0, iteration)
+                if refused:
+                    model[0].requires_grad_(False)
+                    with pytest.raises(UserInputError, match="must not be frozen"):
+                        pipeline.step()
+                    model[0].requires_grad_(True)
+                assert pipeline.step().applied == (iteration,)
+        found.append(weights_sha256(model))
+    assert found[0] == found[1]
+
+
+def _others(ranks: Ranks, change: str) -> dict[str, str]:
+    makes: dict[str, Any] = {
+        "ddp": lambda *of: Ddp(*of, ranks=ranks),
+        "a parameter server": lambda *of: ParameterServers(*of, ranks=ranks, staleness_bound=0),
+        "local training": Local,
+    }
+    messages = {}
+    for name, make in makes.items():
+        model, optimizer = _build(change)
+        with make(model, optimizer) as strategy:
+            _backward(strategy.module, ranks.rank, 0)
+            strategy.step()
             _change(model, optimizer, change)
-        for rank in range(world_size):
-            _backward(model, rank, iteration)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= world_size
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+            messages[name] = error_of(strategy.step)
+    return messages
 
 
 @pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
-def test_the_pipeline_follows_a_change_after_a_flush(change: str) -> None:
-    """Unfrozen parameters got each rank's own running sum of gradients; frozen ones moved on by momentum and decay."""
-    for width, prediction, buckets in ((1, "none", 1), (1, "none", 2), (2, "none", 1), (2, "eager", 2)):
-        results = run_ranks(2, _train, change, width, prediction, buckets)
-        assert results[0][0] == results[1][0], "the same on all ranks"
-        assert (results[0][2] == 0.0) == (change == "freeze"), "what is frozen stays where it is"
-        if width == 1:
-            for name, expected in _train_in_one_process(change, 2).items():
-                torch.testing.assert_close(results[0][1][name], expected, rtol=1e-12, atol=1e-12)
+def test_other_strategies_refuse_a_change(change: str) -> None:
+    expected = (
+        "UserInputError: parameters must not be frozen, unfrozen or added while {} trains them; close the strategy"
+    )
+    [messages] = run_ranks(1, _others, change)
+    assert len(messages) == 3
+    for name, message in messages.items():
+        assert message.startswith(expected.format(name))
 
 
 KINDS: dict[str, dict[str, Any]] = {
     "none": {"prediction": "none"},
-    "auto": {"reduce": "auto"},
     "flushed": {},
 }
 
@@ -117,7 +141,6 @@ def _start(kind: str, *, frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer
     ("kind", "said"),
     [
         ("none", "trained parameters must have 31 values, as in the state that is loaded; got 16"),
-        ("auto", "the optimizer's parameters must be 5, as in the state that is loaded; got 4"),
         (
             "flushed",
             "trained parameters (number 0) must be of shape (3, 4), as in the state that is loaded; got (4, 3)",
@@ -142,8 +165,6 @@ def test_a_state_of_other_trained_parameters_is_refused_and_nothing_is_lost(kind
         if kind == "flushed":
             strategy.flush()
         state = strategy.state_dict()
-    if kind == "auto":
-        state["choices"].append(None)
     model, optimizer, strategy = _start(kind, frozen=True)
     with strategy:
         train(model, strategy)
@@ -153,76 +174,6 @@ def test_a_state_of_other_trained_parameters_is_refused_and_nothing_is_lost(kind
         assert str(refused.value) == said
         assert repr((strategy.state_dict(), optimizer.state_dict(), model.state_dict())) == before
         strategy.load_state_dict(strategy.state_dict())
-
-
-@pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
-def test_a_change_while_gradients_are_in_flight_is_refused_and_loses_nothing(change: str) -> None:
-    model, optimizer = _build(change)
-    with Pipelined(model, optimizer, width=2) as pipeline:
-        for iteration in range(2):
-            _backward(model, 0, iteration)
-            pipeline.step()
-        _change(model, optimizer, change)
-        _backward(model, 0, 2)
-        computed = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        with pytest.raises(UserInputError, match=r"in flight; call flush\(\) first"):
-            pipeline.step()
-        assert pipeline.flush().applied == (1,)
-        for parameter, gradient in zip(model.parameters(), computed, strict=True):
-            assert (parameter.grad is None) == (gradient is None)
-            if parameter.grad is not None and gradient is not None:
-                assert torch.equal(parameter.grad, gradient), "it waits for its step"
-        assert pipeline.step().applied == ()
-        assert pipeline.flush().applied == (2,)
-
-
-def test_a_change_that_leaves_too_few_parameters_for_the_buckets_is_refused_and_can_be_undone() -> None:
-    found = []
-    for refused in (False, True):
-        model, optimizer = _build("freeze")
-        with Pipelined(model, optimizer, width=1, buckets=3) as pipeline:
-            if refused:
-                model[0].requires_grad_(False)
-                for _ in range(2):
-                    _backward(model, 0, 0)
-                    with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 2"):
-                        pipeline.step()
-                    model.zero_grad()
-                model[0].requires_grad_(True)
-            for iteration in range(2):
-                _backward(model, 0, iteration)
-                assert pipeline.step().applied == (iteration,)
-        found.append(weights_sha256(model))
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    ("make", "dtype", "momentum", "message"),
-    [
-        (
-            partial(Pipelined, codec=CodecOptions(codec="topk", momentum_correction=0.9)),
-            torch.float32,
-            0.9,
-            "momentum must be 0 with momentum_correction, which replaces it; got 0.9",
-        ),
-        *((partial(make, scaler=torch.amp.GradScaler("cpu")), torch.bfloat16, 0.0, "scaler must be left out unless")
-          for make in (Pipelined, Local)),
-    ],
-)  # fmt: skip
-def test_parameters_that_are_added_must_pass_the_checks_at_the_start(
-    make: Any, dtype: torch.dtype, momentum: float, message: str
-) -> None:
-    """A head that was added with its own momentum was trained with two."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = make(model, optimizer)
-    model.head = nn.Parameter(torch.ones(2, dtype=dtype))
-    optimizer.add_param_group({"params": [model.head], "momentum": momentum})
-    for _ in range(2):
-        model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(UserInputError, match=message):
-            strategy.step()
-    strategy.close()
 
 
 def test_a_momentum_that_a_schedule_sets_is_refused_with_momentum_correction() -> None:
@@ -267,61 +218,9 @@ def test_a_state_of_another_number_of_ranks_is_refused() -> None:
     """Residuals and momentum of the ranks that were left out were lost."""
     state, _ = run_ranks(2, _state_of_two)
     model, optimizer = _build("freeze")
-    with Pipelined(model, optimizer) as pipeline:
-        with pytest.raises(UserInputError, match="world_size must be 2, as in the state that is loaded; got 1"):
-            pipeline.load_state_dict(state)
-        del state["world_size"]  # as in states of earlier versions
+    expected = pytest.raises(UserInputError, match="world_size must be 2, as in the state that is loaded; got 1")
+    with Pipelined(model, optimizer) as pipeline, expected:
         pipeline.load_state_dict(state)
-
-
-def _only_one_rank_changes(ranks: Ranks, both: bool) -> Any:
-    model, optimizer = _build("unfreeze")
-    pipeline = Pipelined(model, optimizer, width=1, timeout=5.0, ranks=ranks)
-    if ranks.rank == 0:
-        model[0].requires_grad_(True)
-    elif both:
-        model[0].weight.requires_grad_(True)
-    _backward(model, ranks.rank, 0)
-    try:
-        pipeline.step()
-    except (OutOfStepError, DisagreementError) as error:
-        return type(error), str(error)
-    finally:
-        pipeline.close()
-        ranks.all_gather_object("both", None)
-    return None
-
-
-def test_a_change_on_one_rank_alone_is_named() -> None:
-    (kind, text), _ = run_ranks(2, _only_one_rank_changes, False)
-    assert kind is OutOfStepError
-    assert "is at change of parameters in iteration 0, but rank 1 is at step in iteration 0" in text
-    for kind, text in run_ranks(2, _only_one_rank_changes, True):
-        assert kind is DisagreementError
-        assert "parameters (number 1) must be the same on all ranks; got '0.bias 8 float64' on rank 0" in text
-
-
-def _residuals_go_over(ranks: Ranks, codec: str, buckets: int) -> tuple[str, list[float]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
-    options = CodecOptions(codec=codec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    norms = []
-    with Pipelined(model, optimizer, width=2, codec=options, buckets=buckets, ranks=ranks) as pipeline:
-        for iteration in range(4):
-            if iteration == 2:
-                pipeline.flush()
-                model[0].requires_grad_(False)
-            generator = torch.Generator().manual_seed(100 * iteration + ranks.rank)
-            model(torch.randn(5, 16, generator=generator)).square().mean().backward()
-            pipeline.step()
-    return weights_sha256(model), norms
-
-
-@pytest.mark.parametrize(("codec", "buckets"), [("int4", 1), ("int4", 3), ("topk", 1), ("powersgd", 1)])
-def test_what_a_codec_remembers_follows_a_change(codec: str, buckets: int) -> None:
-    results = run_ranks(2, _residuals_go_over, codec, buckets)
-    assert results[0] == results[1]
 
 
 def _states_with_more_and_fewer_residuals(ranks: Ranks, codec: CodecOptions) -> list[str]:
@@ -359,72 +258,6 @@ def test_what_a_codec_remembers_of_other_parameters_is_refused(codec: CodecOptio
     said = "UserInputError: trained parameters must have {} values, as in the state that is loaded; got {}"
     for found in run_ranks(2, _states_with_more_and_fewer_residuals, codec):
         assert found == [said.format(more, fewer), said.format(fewer, more)]
-
-
-def test_what_another_codec_left_out_follows_a_change() -> None:
-    """It stayed in the layout of before, whose sizes did not fit, after all gradients had been taken over."""
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
-    start = [parameter.item() for parameter in model[1].parameters()]
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=1) as pipeline:
-        pipeline.add_to_next_gradient([torch.tensor([1.0, 2.0, 4.0])])
-        model[0].requires_grad_(False)
-        (0.0 * model(torch.ones(1, 1)).sum()).backward()
-        pipeline.step()
-    moved = [before - after.item() for before, after in zip(start, model[1].parameters(), strict=True)]
-    assert moved == pytest.approx([2.0, 4.0])
-
-
-def test_remembered_values_stay_with_their_parameter() -> None:
-    a, b, c = torch.zeros(2), torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 2)
-    new = torch.zeros(1)
-    flats = [torch.arange(6.0), torch.arange(10.0, 16.0)]  # a and c; b's real and imaginary parts
-    moved = rearranged(flats, [[a, b, c]], [[c, new, b]])
-    assert [flat.tolist() for flat in moved] == [[2.0, 3.0, 4.0, 5.0, 0.0], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]]
-    assert [flat.tolist() for flat in rearranged(moved, [[c, new, b]], [[new, c]])] == [[0.0, 2.0, 3.0, 4.0, 5.0]]
-    cut = rearranged(flats, [[a, b, c]], [[c], [b, new], [a]])
-    assert [flat.tolist() for flat in cut] == [[2.0, 3.0, 4.0, 5.0], [*range(10, 16)], [0.0], [0.0, 1.0]]
-    assert all(map(torch.equal, rearranged(cut, [[c], [b, new], [a]], [[a, b, c]]), flats))
-
-
-def _others(ranks: Ranks, change: str) -> dict[str, str]:
-    messages = {}
-    for name in ("ddp", "ps"):
-        model, optimizer = _build(change)
-        strategy = (
-            Ddp(model, optimizer, ranks=ranks)
-            if name == "ddp"
-            else ParameterServers(model, optimizer, ranks=ranks, staleness_bound=0)
-        )
-        with strategy:
-            _backward(strategy.module, ranks.rank, 0)
-            strategy.step()
-            _change(model, optimizer, change)
-            try:
-                strategy.step()
-            except UserInputError as error:
-                messages[name] = str(error)
-    return messages
-
-
-@pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
-def test_strategies_that_cannot_follow_a_change_say_so(change: str) -> None:
-    expected = "parameters must not be frozen, unfrozen or added while {} trains them; close the strategy"
-    for messages in run_ranks(1, _others, change):
-        assert messages["ddp"].startswith(expected.format("ddp"))
-        assert messages["ps"].startswith(expected.format("a parameter server"))
-
-
-@pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
-def test_without_communication_every_change_is_followed(change: str) -> None:
-    model, optimizer = _build(change)
-    strategy = Local(model, optimizer)
-    for iteration in range(6):
-        if iteration == 3:
-            _change(model, optimizer, change)
-        _backward(model, 0, iteration)
-        strategy.step()
-    for name, expected in _train_in_one_process(change, 1).items():
-        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-12, atol=1e-12)
 
 
 def _with_each_strategy(ranks: Ranks, earlier: bool) -> dict[str, dict[str, Tensor]]:

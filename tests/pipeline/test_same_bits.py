@@ -1,4 +1,4 @@
-"""Ranks whose processors compute different bits are refused, or kept together if the user asks for that."""
+"""Ranks whose processors compute different bits are refused."""
 
 from __future__ import annotations
 
@@ -33,32 +33,20 @@ class NoCopy(torch.optim.SGD):
         raise TypeError("one of a kind")
 
 
-def _start(ranks: Ranks) -> list[Any]:
-    """Return the refusal; and with drift allowed, hashes of the weights before and after they are shared."""
+def _start(ranks: Ranks) -> list[str]:
+    """Return the instruction set of this rank, and the refusal."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 30), nn.Linear(30, 7))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     with pytest.raises(DisagreementError) as refused:
         Pipelined(model, optimizer, ranks=ranks)
-    pipeline = Pipelined(model, optimizer, allow_drift=True, ranks=ranks)
-    generator = torch.Generator().manual_seed(ranks.rank)
-    for _ in range(6):
-        model(torch.randn(5, 100, generator=generator)).square().mean().backward()
-        pipeline.step()
-    with pipeline.true_weights():
-        apart = weights_sha256(model)
-    pipeline.share_weights()
-    with pipeline.true_weights():
-        together = weights_sha256(model)
-    pipeline.flush()
-    pipeline.close()
-    return [torch.backends.cpu.get_cpu_capability(), str(refused.value), pipeline.drifts, apart, together]
+    return [torch.backends.cpu.get_cpu_capability(), str(refused.value)]
 
 
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs a processor with AVX2"
 )
-def test_other_instruction_sets_are_refused_with_the_remedy_or_kept_together(tmp_path: Path) -> None:
+def test_other_instruction_sets_are_refused_with_the_remedy(tmp_path: Path) -> None:
     """torch chooses instructions once per process, so these ranks are processes of their own."""
     ranks = [
         subprocess.Popen(
@@ -78,20 +66,6 @@ def test_other_instruction_sets_are_refused_with_the_remedy_or_kept_together(tmp
         f"processors must compute the same bits on all ranks; got x86_64 {here[0]} on rank 0, x86_64 DEFAULT on rank 1:"
         " set ATEN_CPU_CAPABILITY=default on all ranks"
     )
-    assert here[2] is there[2] is True
-    assert here[3] != there[3], "this is a test only if they drift"
-    assert here[4] == there[4] == here[3]
-
-
-def _alike(ranks: Ranks) -> bool:
-    model = nn.Linear(3, 2)
-    pipeline = Pipelined(model, torch.optim.Adam(model.parameters()), allow_drift=True, ranks=ranks)
-    pipeline.close()
-    return pipeline.drifts
-
-
-def test_processors_of_one_kind_do_not_drift() -> None:
-    assert run_ranks(2, _alike) == [False, False]
 
 
 class Noisy(torch.optim.SGD):
@@ -118,7 +92,7 @@ def _start_with_noise(ranks: Ranks) -> list[str]:
 
 
 def test_an_optimizer_that_draws_random_numbers_is_not_taken_for_another_processor() -> None:
-    """It was told that its processors have nothing in common, and to let replicas drift."""
+    """It was told that its processors have nothing in common."""
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     said = (
         f"updates by Noisy must have the same bits on all ranks; got others, although all processors are {kind}: let "
@@ -127,24 +101,20 @@ def test_an_optimizer_that_draws_random_numbers_is_not_taken_for_another_process
     assert run_ranks(2, _start_with_noise) == [[said]] * 2
 
 
-def _of_other_machines(ranks: Ranks) -> list[str]:
-    """Return what is said to rank 0, on another machine than rank 1, where ranks may drift, and where they may not."""
+def _of_other_machines(ranks: Ranks) -> str:
+    """Return what is said to ranks on different machines."""
     parameters = [nn.Parameter(torch.zeros(2))]
-    found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "machine", lambda: ("x86_64", "aarch64")[ranks.rank])
         patch.setattr(sameness, "bits_of_updates", lambda *_: f"bits of rank {ranks.rank}")
-        for may_drift in (True, False):
-            with pytest.raises(DisagreementError) as refused:
-                check_same_bits(ranks, torch.optim.SGD(parameters), Clipping(), allow_drift=False, may_drift=may_drift)
-            found.append(str(refused.value))
-    return found
+        with pytest.raises(DisagreementError) as refused:
+            check_same_bits(ranks, torch.optim.SGD(parameters), Clipping())
+        return str(refused.value)
 
 
-def test_drift_is_no_remedy_inside_an_island() -> None:
-    for may, may_not in run_ranks(2, _of_other_machines):
-        assert may == f"{may_not}; --allow-drift shares rank 0's weights now and then"
-        assert may_not.endswith("they have no ATEN_CPU_CAPABILITY in common")
+def test_machines_without_instructions_in_common_are_told_so() -> None:
+    for said in run_ranks(2, _of_other_machines):
+        assert said.endswith("they have no ATEN_CPU_CAPABILITY in common")
 
 
 def _start_with_other_threads(ranks: Ranks) -> dict[str, str]:
@@ -155,7 +125,6 @@ def _start_with_other_threads(ranks: Ranks) -> dict[str, str]:
     kinds: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD(parameters, lr=0.1), {"clip_norm": 1.0}),
         "powersgd": (torch.optim.SGD(parameters, lr=0.1), {"codec": "powersgd"}),
-        "drift": (torch.optim.SGD(parameters, lr=0.1), {"codec": "powersgd", "allow_drift": True}),
         "muon": (MuonWithAdamW(parameters[:1], parameters[1:], lr=0.1), {}),
         "adafactor": (torch.optim.Adafactor(parameters), {}),
         "own": (NoCopy(parameters, lr=0.1), {}),
@@ -163,8 +132,8 @@ def _start_with_other_threads(ranks: Ranks) -> dict[str, str]:
     found = {}
     for name, (optimizer, options) in kinds.items():
         try:
-            with Pipelined(model, optimizer, prediction="none", ranks=ranks, **options) as pipeline:
-                found[name] = "drifts" if pipeline.drifts else "accepted"
+            with Pipelined(model, optimizer, prediction="none", ranks=ranks, **options):
+                found[name] = "accepted"
         except DisagreementError as error:
             found[name] = str(error)
     return found
@@ -180,7 +149,6 @@ def test_ranks_that_multiply_the_same_matrices_must_have_the_same_number_of_thre
     expected = {
         "sgd": "accepted",
         "powersgd": refused("codec powersgd"),
-        "drift": "drifts",
         "muon": refused("MuonWithAdamW"),
         "adafactor": refused("Adafactor"),
         "own": refused("NoCopy"),

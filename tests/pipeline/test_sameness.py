@@ -16,7 +16,7 @@ from pipesgd.errors import DisagreementError
 from pipesgd.pipeline.sameness import plain
 from pipesgd.ranks import Ranks
 
-NOT_COMPARED = {"model", "optimizer", "timeout", "ranks", "process_group", "mesh", "successor_of"}
+NOT_COMPARED = {"model", "optimizer", "timeout", "ranks", "process_group", "mesh"}
 """``timeout``, which may differ, and objects of each rank; other tests have model and optimizer."""
 PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     "codec": (({"codec": "bf16"}, {"codec": "fp16"}), "codec must be the same on all ranks; got 'bf16' on rank 0"),
@@ -42,7 +42,6 @@ PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     "in_turns": (({}, {"in_turns": True}), "in_turns must"),
     "seed": (({}, {"seed": 1}), "seed must"),
     "init_sync": (({}, {"init_sync": False}), "init_sync must"),
-    "allow_drift": (({}, {"allow_drift": True}), "allow_drift must"),
     "on_nonfinite": (({}, {"on_nonfinite": "skip"}), "on_nonfinite must"),
     "scaler": (({}, {"scaler": torch.amp.GradScaler("cpu")}), "scaler must"),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _plans import AUTOS, INSTANT, SLOW, SMALL, choose, cluster
+from _plans import AUTOS, INSTANT, SLOW, SMALL, cluster
 from _ranks import run_ranks
 
 from pipesgd.cli import as_toml, parse
@@ -273,16 +273,6 @@ def test_a_chosen_width_of_1_goes_with_options_about_late_gradients_and_the_run_
     result, text = succeed(2, f"{words} --guard --warmup-iterations 3", tmp_path / "late")
     assert "--guard and --warmup-iterations count at widths above 1 alone, since at width 1 no gradient is" in text
     assert (result["width"], result["weights_sha256"]) == (1, plain["weights_sha256"])
-
-
-@pytest.mark.parametrize("late", ["--guard", "--warmup-iterations 3"])
-def test_an_audition_returns_to_width_1_in_a_run_that_is_resumed_with_its_chosen_width_typed_out(late: str) -> None:
-    planned = choose(cluster(), f"--width auto {late}")
-    assert planned.choices["width"] == 2
-    earlier = {"options": parse(f"--width 2 {late}".split()).options(), "planned": planned.as_json()}
-    config, _ = plan_run.continued(parse(f"--width 2 {late}".split()), json.loads(json.dumps(earlier)))
-    assert config.pipeline.width == 2
-    assert config.with_choices(planned.choices | {"width": 1}).pipeline.width == 1
 
 
 def test_one_rank_has_nothing_to_plan(tmp_path: Path) -> None:

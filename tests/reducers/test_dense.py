@@ -109,7 +109,7 @@ def _continued(ranks: Ranks) -> list[tuple[list[str], list[str], list[str]]]:
         outcomes = []
         for forget in (False, True):
             second = Run(ranks, codec, 2, seed=1)
-            fresh = {"exchange": second.pipeline.state_dict()["exchange"]} if forget else {}
+            fresh = {"reducer": second.pipeline.state_dict()["reducer"]} if forget else {}
             second.model.load_state_dict(weights)
             second.optimizer.load_state_dict(copy.deepcopy(momentum))
             second.pipeline.load_state_dict({**saved, **fresh})

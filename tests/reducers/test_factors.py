@@ -26,7 +26,7 @@ from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.pipeline.buckets import bucket_indices
-from pipesgd.pipeline.exchanges import Exchanges
+from pipesgd.pipeline.exchanges import Exchanges, fewest_bytes
 from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.true_weights_hooks import OutsideOfGraphs
 from pipesgd.ranks import Ranks
@@ -330,19 +330,10 @@ def test_a_model_without_a_linear_layer_to_train_is_refused(frozen: bool) -> Non
 def test_linear_layers_are_a_bucket_between_the_others_and_the_embeddings() -> None:
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     parameters = list(model.parameters())  # embedding; weight, bias; weight, bias; weight, bias
-    exchanges = Exchanges(model, "auto", {id(parameters[0]): "rows", id(parameters[1]): "factors"})
+    exchanges = Exchanges(model, {"0.weight": "rows", "1.weight": "factors", "3.weight": "matrix"})
     assert bucket_indices(model, parameters, "1", exchanges.apart()) == [[2, 3, 4, 5, 6], [1], [0]]
     assert bucket_indices(model, parameters, "2", Exchanges(model, "factors").apart())[-1] == [1, 5]
     assert Exchanges(model, "matrix").apart() == []
-
-
-def test_a_layer_that_is_replaced_takes_its_choice_with_it() -> None:
-    """Another layer's weight may get the id of one that is gone, on some ranks alone."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    kept, gone = model[0].weight, model[1].weight
-    exchanges = Exchanges(model, "auto", {id(kept): "factors", id(gone): "matrix"})
-    model[1] = nn.Linear(2, 2)
-    assert exchanges.again().choices == {id(kept): "factors"}
 
 
 @given(
@@ -356,16 +347,11 @@ def test_the_choice_is_by_the_bytes_of_both(rows: int, columns: int, count: int,
     layer = nn.Linear(columns, rows, bias=False)
     encoded = {"fp32": 4 * rows * columns, "int8": rows * columns + 4 * -(-rows * columns // 1024)}[codec]
     gathered = (world_size - 1) * (4 + 4 * count * (rows + columns))
-    exchanges = Exchanges(layer, "auto")
-    exchanges.choose(layer.weight, [count, None], make_codec(CodecOptions(codec=codec)), world_size)
     fewer = gathered * world_size < 2 * (world_size - 1) * encoded
-    assert exchanges.of(layer.weight) == ("factors" if fewer else "matrix")
+    chosen = fewest_bytes(layer, count, make_codec(CodecOptions(codec=codec)), world_size)
+    assert chosen == {"weight": "factors" if fewer else "matrix"}
     part_bytes = FactorsReducer.part_bytes(count, layer.weight)
     assert sends_less(part_bytes, layer.weight, make_codec(CodecOptions(codec=codec)), world_size) == fewer
-    exchanges.choose(layer.weight, [0, -1], make_codec(CodecOptions()), world_size)
-    assert exchanges.of(layer.weight) == "matrix", "its gradient is not the product of its factors on some rank"
-    exchanges.choose(layer.weight, [None] * world_size, make_codec(CodecOptions()), world_size)
-    assert exchanges.of(layer.weight) == "matrix", "it has no gradient on any rank"
 
 
 # --- The hooks --------------------------------------------------------------------------------------------------------
@@ -373,9 +359,8 @@ def test_the_choice_is_by_the_bytes_of_both(rows: int, columns: int, count: int,
 
 def _hooked(model: nn.Module, scale: float = 1.0) -> FactorHooks:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale != 1.0 else None
-    hooks = FactorHooks(model, LossScale(scaler, [nn.Parameter(torch.zeros(()))]))
-    hooks.follow(FactorsReducer.weights(model))
-    return hooks
+    loss_scale = LossScale(scaler, [nn.Parameter(torch.zeros(()))])
+    return FactorHooks(model, FactorsReducer.weights(model), loss_scale)
 
 
 def _check(model: nn.Module, hooks: FactorHooks, scale: float = 1.0) -> list[int]:
@@ -507,22 +492,6 @@ def test_many_calls_in_few_bits_pass_although_some_values_have_no_gradient() -> 
     assert _check(layer, hooks) == [NOT_THE_PRODUCT]
 
 
-@pytest.mark.parametrize("reduce", ["factors", "auto"])
-def test_a_layer_that_is_frozen_at_first_is_followed_once_it_is_trained(reduce: str) -> None:
-    model = _mixed()
-    model.first.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Pipelined(model, optimizer, width=1, reduce=reduce) as pipeline:
-        for trained in (False, True):
-            assert not model.first.weight.requires_grad, "it stays frozen"
-            model.first.requires_grad_(trained)
-            before = model.first.weight.detach().clone()
-            model(X).square().mean().backward()
-            assert pipeline.step().applied
-            assert torch.equal(before, model.first.weight) != trained
-        assert list(pipeline.exchanges) == ["first.weight", "twice.weight", "last.weight"]
-
-
 def test_other_gradients_of_the_weight_are_noticed() -> None:
     def penalty(model: Mixed) -> None:
         (model(X).square().sum() + 1e-2 * model.first.weight.square().sum()).backward()
@@ -566,7 +535,7 @@ def test_autocast_passes(dtype: torch.dtype) -> None:
     assert _check(model, hooks, scale) == [40, 50, 10]
 
 
-def test_hooks_follow_weights_are_not_copied_and_end() -> None:
+def test_hooks_are_not_copied_and_end() -> None:
     model = _mixed()
     hooks = _hooked(model)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -575,9 +544,6 @@ def test_hooks_follow_weights_are_not_copied_and_end() -> None:
         kept = [hook for module in one.modules() for hook in module._forward_hooks.values()]
         assert [type(hook) for hook in kept] == [OutsideOfGraphs] * 3, "those of copies do nothing"
     assert _check(model, hooks) == [0, 0, 0]
-    hooks.follow([model.first.weight])
-    model(X).square().sum().backward()
-    assert checked_rows(model.first.weight.grad, hooks.look(model.first.weight)) == 20  # type: ignore[arg-type]
     hooks.remove()
     assert not any(module._forward_hooks for module in model.modules())
     model(X).square().sum().backward()
@@ -675,7 +641,8 @@ def _chained(ranks: Ranks, options: dict[str, Any], dtype: torch.dtype) -> tuple
             x = torch.randn(2 + ranks.rank, 4, 6, generator=numbers).to(dtype)
             model(x).square().mean().backward()
             pipeline.step()
-            assert not any(map(len, [kept.complete for kept in pipeline._factor_hooks._kept.values()])), "freed"
+            hooks = pipeline._factor_hooks
+            assert hooks is None or not any(len(kept.complete) for kept in hooks._kept.values()), "freed"
         pipeline.flush()
         by_factors = set(pipeline.exchanges.values()) == {"factors"}
     weights = torch.cat([parameter.detach().double().view(-1) for parameter in model.parameters()])
@@ -759,12 +726,12 @@ def test_a_codec_encodes_all_gradients_but_those_by_factors_with_any_all_reduce(
     assert [exact for exact, _ in one] == [False, True, True, True]
 
 
-def _penalized(ranks: Ranks, reduce: str, width: int, buckets: int) -> tuple[str, dict[str, str]]:
+def _penalized(ranks: Ranks, reduce: str, width: int, buckets: int) -> str:
     """Train with a penalty on one weight, from the third iteration on, on rank 1 alone."""
     model = _mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = Pipelined(model, optimizer, reduce=reduce, width=width, buckets=buckets, ranks=ranks)
-    said, first = "", 0 if reduce == "auto" else 2
+    said, first = "", 2
     try:
         for iteration in range(6):
             loss = model(X[:1, :1]).square().mean()
@@ -775,33 +742,22 @@ def _penalized(ranks: Ranks, reduce: str, width: int, buckets: int) -> tuple[str
         pipeline.flush()
     except UserInputError as refused:
         said = str(refused) if refused.known_to_all else "refused by one rank alone"
-    exchanges = pipeline.exchanges
-    if not said:
-        kept = {kept.complete.name for kept in pipeline._factor_hooks._kept.values()}
-        assert kept == {name for name, how in exchanges.items() if how == "factors"}, "no memory for the others"
     if said:
         with pytest.warns(RuntimeWarning, match="the pipeline was closed after an error"):
             pipeline.close()
     else:
         pipeline.close()
-    return said, exchanges
+    return said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "buckets"), [(1, 1), (2, 1), (1, 2)])
 def test_a_penalty_ends_all_ranks_with_one_line_that_names_the_layer(width: int, buckets: int) -> None:
-    for said, _ in run_ranks(3, _penalized, "factors", width, buckets):
+    for said in run_ranks(3, _penalized, "factors", width, buckets):
         assert said == (
             f"{REFUSAL}, such as in a penalty or another function, and whose .grad nobody changes; got twice.weight, "
             "whose gradient in iteration 2 is not that of its layer's calls (use --reduce matrix)"
         )
-
-
-@pytest.mark.slow
-def test_auto_exchanges_a_weight_whole_that_has_a_penalty_from_the_first_step_on() -> None:
-    for said, exchanges in run_ranks(2, _penalized, "auto", 2, 1):
-        assert said == ""
-        assert exchanges == {"first.weight": "factors", "twice.weight": "matrix", "last.weight": "factors"}
 
 
 def _scaled(ranks: Ranks, reduce: str) -> tuple[str, float]:
@@ -833,12 +789,11 @@ def test_gradients_are_scaled_and_skipped_as_those_exchanged_whole() -> None:
     assert factors[0][1] == 4.0
 
 
-def _resume(ranks: Ranks, width: int, reduce: str) -> tuple[list[str], list[str], dict[str, str]]:
+def _resume(ranks: Ranks, width: int, reduce: Any) -> tuple[list[str], list[str], dict[str, str]]:
     def build() -> tuple[Mixed, torch.optim.Optimizer, Pipelined]:
         model = _mixed()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        codec = "fp32" if reduce == "auto" else "int4"  # with int4, matrices of this size are smaller than factors
-        return model, optimizer, Pipelined(model, optimizer, width=width, codec=codec, reduce=reduce, ranks=ranks)
+        return model, optimizer, Pipelined(model, optimizer, width=width, codec="int4", reduce=reduce, ranks=ranks)
 
     def run(parts: Any, first: int, last: int) -> list[str]:
         hashes = []
@@ -864,39 +819,11 @@ def _resume(ranks: Ranks, width: int, reduce: str) -> tuple[list[str], list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "reduce"), [(1, "factors"), (3, "factors"), (2, "auto")])
-def test_a_state_dict_continues_bit_for_bit_and_byte_for_byte(width: int, reduce: str) -> None:
+@pytest.mark.parametrize(("width", "reduce"), [(1, "factors"), (3, "factors"), (2, {"first.weight": "factors"})])
+def test_a_state_dict_continues_bit_for_bit_and_byte_for_byte(width: int, reduce: Any) -> None:
     for hashes, resumed, exchanges in run_ranks(2, _resume, width, reduce):
         assert resumed == hashes
         assert "factors" in exchanges.values()
-
-
-def _frozen_in_turns(ranks: Ranks) -> list[str]:
-    """Freeze a linear layer, then everything else, then nothing, and train in between."""
-    model = _mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    hashes = []
-    with Pipelined(model, optimizer, width=2, codec="int4", reduce="factors", ranks=ranks) as pipeline:
-        for phase, (first, others) in enumerate([(True, True), (False, True), (True, False), (True, True)]):
-            pipeline.flush()
-            model.requires_grad_(others)
-            model.first.requires_grad_(first)
-            before = model.first.weight.detach().clone()
-            for iteration in range(3):
-                numbers = torch.Generator().manual_seed(100 * phase + 10 * iteration + ranks.rank)
-                model(torch.randn(2, 3, 6, generator=numbers)).square().mean().backward()
-                pipeline.step()
-            pipeline.flush()
-            hashes.append(weights_sha256(model))
-            assert torch.equal(before, model.first.weight) != first
-    return hashes
-
-
-@pytest.mark.slow
-def test_the_pipeline_follows_linear_layers_and_others_that_are_frozen() -> None:
-    one, other = run_ranks(2, _frozen_in_turns)
-    assert one == other
-    assert len(set(one)) == 4
 
 
 def _refusal(ranks: Ranks, **options: Any) -> str:
@@ -916,20 +843,15 @@ def _with_other_threads(ranks: Ranks) -> list[str]:
 def _with_other_products(ranks: Ranks) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipesgd.pipeline.sameness.bits_of_a_product", lambda device: f"bits of rank {ranks.rank}")
-        model = _mixed()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Pipelined(model, optimizer, reduce="factors", allow_drift=True, ranks=ranks) as pipeline:
-            assert pipeline.drifts
-        return [_refusal(ranks, reduce=reduce) for reduce in ("matrix", "factors", "auto")]
+        return [_refusal(ranks, reduce=reduce) for reduce in ("matrix", "factors")]
 
 
 def test_ranks_must_multiply_alike() -> None:
     got = "got 1 on rank 0, 2 on rank 1: set OMP_NUM_THREADS"
     threads = f"number of torch's threads with reduce factors must be the same on all ranks; {got}"
     assert run_ranks(2, _with_other_threads) == [["", threads]] * 2
-    products = [
-        f"processors must multiply matrices to the same bits on all ranks with reduce {reduce}; got other bits on rank "
-        "1 than on rank 0"
-        for reduce in ("factors", "auto")
-    ]
-    assert run_ranks(2, _with_other_products) == [["", *products]] * 2
+    products = (
+        "processors must multiply matrices to the same bits on all ranks with reduce factors; got other bits on rank 1 "
+        "than on rank 0"
+    )
+    assert run_ranks(2, _with_other_products) == [["", products]] * 2

@@ -275,49 +275,6 @@ def _in_a_pipeline(ranks: Ranks) -> dict[str, tuple[list[str], str]]:
     return outcomes
 
 
-def _resumed_and_thawed(ranks: Ranks, low_rank: int, resumes: bool) -> str:
-    """Freeze a layer and train another one of its shape, after a restart or without one; return the weights' hash."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
-    model[1].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(ranks.rank))
-
-    def build() -> Pipelined:
-        codec = CodecOptions(codec="powersgd", low_rank=low_rank)
-        return Pipelined(model, optimizer, width=1, codec=codec, ranks=ranks)
-
-    def train(pipeline: Pipelined) -> None:
-        for _ in range(3):
-            model(inputs).square().mean().backward()
-            pipeline.step()
-
-    pipeline = build()
-    train(pipeline)
-    if resumes:
-        state = pipeline.state_dict()
-        pipeline.close()
-        pipeline = build()
-        pipeline.load_state_dict(state)
-    model[0].requires_grad_(False)
-    model[1].requires_grad_(True)
-    train(pipeline)
-    model[1].requires_grad_(False)  # other sizes than before
-    train(pipeline)
-    pipeline.close()
-    return weights_sha256(model)
-
-
-def _resumed_and_not(ranks: Ranks, low_rank: int) -> list[str]:
-    return [_resumed_and_thawed(ranks, low_rank, resumes) for resumes in (True, False)]
-
-
-@pytest.mark.parametrize("low_rank", [2, 50])
-def test_a_resumed_pipeline_whose_parameters_change_first_gives_each_its_own_residual(low_rank: int) -> None:
-    """At rank 50, nothing is worth compressing."""
-    assert len({sha256 for of_rank in run_ranks(2, _resumed_and_not, low_rank) for sha256 in of_rank}) == 1
-
-
 def test_in_a_pipeline_replicas_are_identical_and_a_resumed_run_is_the_uninterrupted_one() -> None:
     results = run_ranks(4, _in_a_pipeline)
     assert results[0] == results[1] == results[2] == results[3]

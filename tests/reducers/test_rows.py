@@ -22,6 +22,7 @@ from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.pipeline.buckets import bucket_indices
+from pipesgd.pipeline.exchanges import fewest_bytes
 from pipesgd.pipeline_config import check_reduce
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.gathering import sends_less
@@ -191,13 +192,12 @@ class Scaled(nn.Embedding):
         return self.scale * super().forward(symbols)
 
 
-@pytest.mark.parametrize("reduce", ["rows", "auto"])
-def test_other_parameters_of_an_embeddings_class_are_exchanged_whole(reduce: str) -> None:
+def test_other_parameters_of_an_embeddings_class_are_exchanged_whole() -> None:
     model = nn.Sequential(Scaled(), nn.Linear(2, 1))
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce=reduce) as pipeline:
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="rows") as pipeline:
         model(torch.tensor([1])).sum().backward()
         assert pipeline.step().applied == (0,)
-        assert list(pipeline.exchanges) == ["0.weight", "1.weight"][: 1 if reduce == "rows" else 2]
+        assert list(pipeline.exchanges) == ["0.weight"]
 
 
 def test_more_rows_than_an_index_can_name_are_refused() -> None:
@@ -241,7 +241,7 @@ def test_embeddings_are_the_last_bucket_in_addition_to_the_others() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce": "row"}, "reduce must be one of matrix, rows, factors, auto; got 'row' (did you mean rows?)"),
+        ({"reduce": "row"}, "reduce must be one of matrix, rows, factors; got 'row' (did you mean rows?)"),
         (
             {"reduce": "rows", "codec": "topk"},
             "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
@@ -435,9 +435,6 @@ def test_a_state_of_another_exchange_is_refused() -> None:
         states[reduce] = pipelines[reduce].state_dict()
     with pytest.raises(UserInputError, match="reduce must be matrix, as in the state that is loaded; got rows"):
         pipelines["rows"].load_state_dict(states["matrix"])
-    del states["matrix"]["reduce"]  # a state of an earlier version
-    with pytest.raises(UserInputError, match="reduce must be matrix, as in the state that is loaded; got rows"):
-        pipelines["rows"].load_state_dict(states["matrix"])
     pipelines["matrix"].load_state_dict(states["matrix"])
     for pipeline in pipelines.values():
         pipeline.close()
@@ -485,151 +482,6 @@ def test_sparse_gradients_are_scaled_clipped_and_skipped_as_dense_ones() -> None
     assert sparse[0][1] == 4.0
 
 
-def _frozen_in_turns(ranks: Ranks) -> list[str]:
-    """Freeze the embeddings, then everything else, then nothing, and train in between."""
-    model = _tagger()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    hashes = []
-    with Pipelined(model, optimizer, width=2, codec="int4", reduce="rows", ranks=ranks) as pipeline:
-        for phase, (rows, others) in enumerate([(True, True), (False, True), (True, False), (True, True)]):
-            pipeline.flush()
-            for parameter in model.parameters():
-                parameter.requires_grad_(others)
-            for embedding in (model.symbols, model.places):
-                embedding.requires_grad_(rows)
-            before = model.symbols.weight.detach().clone()
-            for iteration in range(3):
-                generator = torch.Generator().manual_seed(100 * phase + 10 * iteration + ranks.rank)
-                model(torch.randint(40, (3, 4), generator=generator)).square().sum().backward()
-                pipeline.step()
-            pipeline.flush()
-            hashes.append(weights_sha256(model))
-            assert torch.equal(before, model.symbols.weight) != rows
-        kept = pipeline.state_dict()["exchange"]["residuals"]
-        assert [residual.numel() for residual in kept] == [4 * 6 + 6 * 6 + 6], "none for rows, which leave nothing out"
-    return hashes
-
-
-@pytest.mark.slow
-def test_the_pipeline_follows_embeddings_and_others_that_are_frozen() -> None:
-    one, other = run_ranks(2, _frozen_in_turns)
-    assert one == other
-    assert len(set(one)) == 4
-
-
-WHOLE = ("places.weight", "hidden.weight")
-"""Weights that could be exchanged otherwise, but would send more."""
-
-
-def _chosen(ranks: Ranks, reduce: str, buckets: int) -> tuple[dict[str, str], list[str], int, int]:
-    """Train with first gradients of few rows of one table; of another, rank 0 has one row, and rank 1 has all."""
-    model = _tagger(sparse=True)
-    hashes, counted = [], 0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Pipelined(model, optimizer, width=2, reduce=reduce, buckets=buckets, ranks=ranks) as pipeline:
-        transport = pipeline._summing.connections.transport
-        before = transport.bytes_sent
-        for iteration in range(4):
-            _backward(model, ranks.rank, iteration)
-            if iteration == 0:
-                table, bag = torch.zeros(40, 6), torch.zeros(8, 6)
-                table[: 5 - ranks.rank] = 1.0
-                bag[: 8 if ranks.rank else 1] = 1.0
-                model.symbols.weight.grad, model.places.weight.grad = table, bag
-            elif reduce == "matrix" and model.symbols.weight.grad is not None:
-                model.symbols.weight.grad = model.symbols.weight.grad.to_dense()
-            counted += pipeline.step().wire_bytes
-            hashes.append(weights_sha256(model))
-        counted += pipeline.flush().wire_bytes
-        exchanges, sent = pipeline.exchanges, transport.bytes_sent - before
-    return exchanges, [*hashes, weights_sha256(model)], counted, sent
-
-
-def _chosen_all(ranks: Ranks) -> dict[str, Any]:
-    cases = [("matrix", 1), ("rows", 1), ("auto", 1), ("auto", 2)]
-    return {f"{reduce}, {buckets}": _chosen(ranks, reduce, buckets) for reduce, buckets in cases}
-
-
-@pytest.mark.slow
-def test_what_sends_less_is_chosen_for_each_embedding_and_changes_no_bit() -> None:
-    for found in run_ranks(2, _chosen_all):
-        exchanges = {name: exchange for name, (exchange, _, _, _) in found.items()}
-        assert exchanges["matrix, 1"] == {}
-        assert exchanges["rows, 1"] == {"symbols.weight": "rows", "places.weight": "rows"}
-        for name in ("auto, 1", "auto, 2"):
-            assert exchanges[name] == {"symbols.weight": "rows", **dict.fromkeys(WHOLE, "matrix")}
-        assert len({tuple(hashes) for _, hashes, _, _ in found.values()}) == 1
-        assert all(counted == sent for _, _, counted, sent in found.values())
-        assert found["auto, 1"][3] < min(found["matrix, 1"][3], found["rows, 1"][3])
-
-
-def test_no_choice_is_made_before_the_first_step_and_a_state_brings_its_own() -> None:
-    """One rank sends nothing, so that it chooses matrices; a state may come from more ranks."""
-    model = _tagger()
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, reduce="auto") as pipeline:
-        fresh = pipeline.state_dict()
-        assert pipeline.exchanges == {}
-        _backward(model, 0, 0)
-        pipeline.step()
-        assert pipeline.exchanges == dict.fromkeys(("symbols.weight", *WHOLE), "matrix")
-        pipeline.flush()
-        state = pipeline.state_dict()
-        assert state["choices"] == ["matrix", "matrix", None, "matrix", None]
-        state["choices"][0] = "rows"
-        pipeline.load_state_dict(state)
-        assert pipeline.exchanges == {"symbols.weight": "rows", **dict.fromkeys(WHOLE, "matrix")}
-        _backward(model, 0, 1)
-        pipeline.step()
-        assert pipeline.flush().applied == (1,)
-        pipeline.load_state_dict(fresh)
-        assert pipeline.exchanges == {}
-
-
-def test_the_choice_of_an_embedding_that_is_frozen_is_part_of_a_state() -> None:
-    """One rank would choose matrices when the embedding is unfrozen."""
-    model = nn.Sequential(nn.Embedding(6, 2), nn.Linear(2, 1))
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="auto") as pipeline:
-
-        def step(*, trained: bool) -> None:
-            model[0].requires_grad_(trained)
-            model(torch.tensor([1])).sum().backward()
-            pipeline.step()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipesgd.pipeline.exchanges.sends_less", lambda *_: True)
-            step(trained=True)
-        step(trained=False)
-        pipeline.load_state_dict(pipeline.state_dict())
-        step(trained=True)
-        assert pipeline.exchanges == {"0.weight": "rows", "1.weight": "factors"}
-
-
-def test_buckets_must_be_enough_whatever_is_chosen() -> None:
-    model = _tagger()
-    with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 2; got 3"):
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce="auto", buckets=3)
-
-
-def test_buckets_must_be_enough_whatever_is_chosen_of_embeddings_that_are_unfrozen_later() -> None:
-    model = nn.ModuleList([nn.Embedding(6, 2), nn.Embedding(6, 2), nn.LayerNorm(2, bias=False), nn.LayerNorm(2)])
-    model[:2].requires_grad_(False)
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="auto", buckets=2) as pipeline:
-
-        def backward() -> None:
-            symbol = torch.tensor([1])
-            model[3](model[2](model[0](symbol) + model[1](symbol))).sum().backward()
-
-        backward()
-        pipeline.step()
-        model[:2].requires_grad_(True)
-        model[3].requires_grad_(False)
-        backward()
-        with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 1; got 2"):
-            pipeline.step()
-        model[3].requires_grad_(True)
-        assert pipeline.step().applied == (1,)
-
-
 @given(
     rows=st.integers(0, 60),
     columns=st.integers(0, 8),
@@ -647,6 +499,49 @@ def test_the_choice_is_by_the_bytes_of_both(rows: int, columns: int, used: int, 
     codec_of_name = make_codec(CodecOptions(codec=codec))
     part_bytes = RowsReducer.part_bytes(used, matrix)
     assert sends_less(part_bytes, matrix, codec_of_name, world_size) == (gathered < around_a_ring)
+
+
+def test_an_embedding_has_no_more_rows_than_its_table_and_sparse_ones_go_by_rows() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4), nn.Embedding(100, 4, sparse=True), nn.Linear(4, 2))
+    found = {rows: fewest_bytes(model, rows, make_codec(CodecOptions()), 2) for rows in (10, 1000)}
+    assert found[10] == {"0.weight": "rows", "1.weight": "rows", "2.weight": "matrix"}
+    assert found[1000] == {"0.weight": "matrix", "1.weight": "rows", "2.weight": "matrix"}
+    model[0].requires_grad_(False)
+    assert "0.weight" not in fewest_bytes(model, 10, make_codec(CodecOptions()), 2)
+
+
+def _of_each(ranks: Ranks, reduce: Any) -> tuple[dict[str, str], str]:
+    model = _tagger()
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce=reduce, ranks=ranks) as pipeline:
+        for iteration in range(3):
+            _backward(model, ranks.rank, iteration)
+            pipeline.step()
+    return pipeline.exchanges, weights_sha256(model)
+
+
+def test_the_exchange_of_each_parameter_can_be_named() -> None:
+    """Two ranks add two values: sums of rows and of matrices have the same bits."""
+    named = {"symbols.weight": "rows", "places.weight": "matrix"}
+    for reduce in (named, "matrix"):
+        one, other = run_ranks(2, _of_each, reduce)
+        assert one == other
+        assert one[0] == (named if reduce is named else {})
+    assert run_ranks(2, _of_each, named)[0][1] == run_ranks(2, _of_each, "matrix")[0][1]
+
+
+@pytest.mark.parametrize(
+    ("reduce", "message"),
+    [
+        ("auto", "reduce must be one of matrix, rows, factors; got 'auto'"),
+        ({"symbols.weight": "auto"}, "reduce of symbols.weight must be one of matrix, rows, factors; got 'auto'"),
+        ({"elsewhere": "rows"}, "reduce must name parameters of the model; got 'elsewhere'"),
+        ({"hidden.weight": "rows"}, r"reduce must be matrix unless a torch.nn.Embedding .*; got hidden.weight by rows"),
+    ],
+)
+def test_exchanges_that_cannot_be_are_refused(reduce: Any, message: str) -> None:
+    model = _tagger()
+    with pytest.raises(UserInputError, match=message):
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce=reduce)
 
 
 def _of_another_kind(ranks: Ranks) -> str:

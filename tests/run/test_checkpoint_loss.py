@@ -172,10 +172,6 @@ def test_files_of_two_saves_are_never_one_checkpoint(tmp_path: Path, capsys: pyt
     assert "rank-0.pt is of another save than shared.pt in the same folder" in capsys.readouterr().err
 
 
-def _old_format(path: Path) -> None:
-    write(path, {"parameters": {}, "optimizer": {}, "schedule": {}})
-
-
 def _foreign_object(path: Path) -> None:
     write(path, [torch.zeros(3)])
 
@@ -224,7 +220,6 @@ def write(path: Path, value: object) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_old_format, "shared.pt is of an older pipesgd, whose checkpoints this one cannot read"),
         (_foreign_object, "shared.pt is no checkpoint of pipesgd"),
         (_other_rank, "rank-0.pt is of rank 1, not 0"),
         (_other_world_size, "rank-0.pt is of world size 7, not 1"),

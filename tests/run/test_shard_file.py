@@ -130,7 +130,7 @@ def test_other_numbers_of_islands_continue_as_one_process_does_and_lose_nothing(
     fewer = run_ranks(2, _continue_with_fewer, tmp_path)
     for member, of_rank in enumerate(fewer):
         files = [torch.load(tmp_path / "coarse" / f"part-{island}-{member}.pt", weights_only=True) for island in (0, 1)]
-        residuals = zip(*(file["pipeline"]["exchange"]["residuals"] for file in files), strict=True)
+        residuals = zip(*(file["pipeline"]["reducer"]["residuals"] for file in files), strict=True)
         means = [(one + other) / 2 for one, other in residuals]
         expected = LR * math.sqrt(sum(float(mean.square().sum()) for mean in means))
         assert expected > 0
