@@ -834,7 +834,7 @@ def test_a_movement_that_an_interruption_keeps_from_leaving_is_no_gradient_of_th
         if call == "step":
             model(torch.ones(4, 2)).sum().backward()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(strategy._pipeline, "_choose_exchanges", _interrupt)
+            patch.setattr("pipesgd.pipeline.pipelined.check_dense", _interrupt)
             with pytest.raises(KeyboardInterrupt):
                 getattr(strategy, call)()
         number = 1 if call == "step" else 0
@@ -847,7 +847,7 @@ def test_a_movement_that_an_interruption_keeps_from_leaving_is_no_gradient_of_th
         assert strategy.flush().applied == (0,)
 
 
-def _interrupt() -> None:
+def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
