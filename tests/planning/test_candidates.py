@@ -32,9 +32,9 @@ from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.train import train
-from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
 from timing_model.job import Job
+from timing_model.params import LinkParams
 
 
 def choices(width: int, codec: str = "int8") -> dict[str, Any]:
