@@ -201,7 +201,7 @@ MEMORY: list[tuple[str, dict[str, Any], int]] = [
     (
         "adamw",
         {"width": 2, "prediction": "eager", "codec": CodecOptions(codec="int8", error_feedback="on")},
-        1 + 2 + 2 + 1 + 1 + 1 + 1,
+        1 + 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1,
     ),
 ]
 NUMEL = 12_347

@@ -299,7 +299,7 @@ def test_ranks_of_hogwild_change_one_copy_of_the_weights_in_place() -> None:
     torch.manual_seed(config.optimization.seed)
     data, model = make_workload(config)
     for rank in range(2):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=8, cycle_momentum=False)
         for batch, _ in zip(batches_of(config, data, rank, 2), range(8), strict=False):
             optimizer.zero_grad()

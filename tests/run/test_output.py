@@ -391,15 +391,6 @@ def test_a_run_older_than_an_option_continues_with_its_default(tmp_path: Path, w
         found.release()
 
 
-def test_a_run_older_than_a_default_continues(tmp_path: Path) -> None:
-    take(tmp_path).release()
-    earlier = json.loads((tmp_path / "run.json").read_text())
-    earlier["options"]["outer"] = "average"
-    del earlier["options"]["buckets"]
-    (tmp_path / "run.json").write_text(json.dumps(earlier))
-    take(tmp_path, "--resume").release()
-
-
 def test_no_link_is_written_through(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("two years of work")
