@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from pipesgd.config import OptimizationConfig
 from pipesgd.optim.muon import MuonWithAdamW, hidden_matrices
+from pipesgd.shards import is_dtensor
 
 
 def check_model(config: OptimizationConfig, model: nn.Module) -> None:
@@ -26,8 +27,9 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> Optimizer:
     """
     decay = config.weight_decay
     parameters = list(model.parameters())
-    # One pass over memory a step, and a prediction takes further steps (DECISIONS.md); torch has it for real numbers.
-    fused = all(parameter.is_floating_point() for parameter in parameters)
+    # One pass over memory a step, and a prediction takes further steps (DECISIONS.md). torch has it for real numbers,
+    # and not for plain tensors next to DTensors.
+    fused = all(parameter.is_floating_point() and not is_dtensor(parameter) for parameter in parameters)
     if config.optimizer == "adam":
         return Adam(parameters, lr=config.lr, weight_decay=decay, fused=fused)
     if config.optimizer == "adamw":

@@ -92,6 +92,14 @@ def test_every_name_is_another_optimizer() -> None:
     assert not any(same(one, other) for index, one in enumerate(results) for other in results[:index])
 
 
+@pytest.mark.parametrize("name", ["sgd", "nesterov", "adam", "adamw"])
+def test_steps_are_fused_where_torch_can(name: str) -> None:
+    config = OptimizationConfig(optimizer=name)
+    complex_ones = nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])
+    found = [build_optimizer(config, model).param_groups[0]["fused"] for model in (nn.Linear(2, 2), complex_ones)]
+    assert found == [True, False]
+
+
 def test_it_is_muon_and_adamw_side_by_side() -> None:
     ours, theirs = small_model(), small_model()
     matrices, others = parted(theirs)
