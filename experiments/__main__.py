@@ -13,7 +13,6 @@ failed one again. Experiments on emulated links need root or namespaces, and ben
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -158,12 +157,7 @@ def start(experiment: Experiment, fresh: bool) -> int:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    options = command.Parser(
-        prog="python -m experiments",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    options = command.bare_parser("python -m experiments", __doc__)
     one_of = options.add_mutually_exclusive_group()
     one_of.add_argument("--list", action="store_true", help="list the experiments")
     one_of.add_argument("--only", nargs="+", metavar="NAME", help="run these, done or not")

@@ -45,14 +45,19 @@ class Parser(argparse.ArgumentParser):
         raise UserInputError(message.removeprefix("argument "))
 
 
-def parser(name: str, description: str | None) -> Parser:
-    """Return a parser with the options that every experiment has."""
-    options = Parser(
-        prog=f"{{torchrun ... | python}} -m experiments.{name}",
+def bare_parser(prog: str, description: str | None) -> Parser:
+    """Return a parser without options, whose help has the lines of ``description`` as they are."""
+    return Parser(
+        prog=prog,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def parser(name: str, description: str | None) -> Parser:
+    """Return a parser with the options that every experiment has."""
+    options = bare_parser(f"{{torchrun ... | python}} -m experiments.{name}", description)
     options.add_argument("--quick", action="store_true", help="a short run, to see that it works; needs --output")
     options.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="folder of the results (experiments/results)"
@@ -90,6 +95,13 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def add_kills(options: Parser, of_kills: str, kills: int, quick: int) -> None:
+    """Add the options of experiments that kill ranks: a number of runs ``of_kills``, a seed, and ``--fresh``."""
+    options.add_argument("--kills", type=at_least(1), help=f"{of_kills} ({kills}; quick: {quick})")
+    options.add_argument("--seed", type=at_least(0), default=0, help="seed of the ranks and moments (0)")
+    options.add_argument("--fresh", action="store_true", help="repeat kept runs")
 
 
 def check_each_once(arguments: argparse.Namespace, known: Mapping[str, Iterable[str] | None]) -> None:

@@ -10,7 +10,6 @@ are the same in every run. ``tests/test_house.py`` compares every figure with it
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import io
@@ -360,12 +359,7 @@ def broken(figures: Mapping[str, float], within: Mapping[str, float]) -> list[st
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    options = command.Parser(
-        prog="python -m experiments.house",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    options = command.bare_parser("python -m experiments.house", __doc__)
     options.add_argument("--files", action="store_true", help="also show the files that a step enters")
     arguments = ranks.raise_together("options", lambda: options.parse_args(words))
     command.check_alone("house", ranks.by_torchrun, "it starts ranks of its own")

@@ -216,9 +216,7 @@ def show(rows: Sequence[Noticed]) -> None:
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Return the options; raises ``UserInputError``."""
     options = command.parser("kill_noticed", __doc__)
-    options.add_argument("--kills", type=command.at_least(1), help=f"number of runs ({KILLS}; quick: {QUICK_KILLS})")
-    options.add_argument("--seed", type=command.at_least(0), default=0, help="seed of the ranks and moments (0)")
-    options.add_argument("--fresh", action="store_true", help="repeat kept runs")
+    command.add_kills(options, "number of runs", KILLS, QUICK_KILLS)
     arguments = command.parse(options, words)
     command.check_alone("kill_noticed", by_torchrun, "it starts torchrun itself")
     return arguments

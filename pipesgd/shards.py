@@ -116,15 +116,6 @@ def layout(tensor: Tensor) -> str:
     return str(tuple(tensor.placements)) if is_dtensor(tensor) else ""  # type: ignore[attr-defined]
 
 
-def spread_alike(one: Any, other: Any) -> bool:
-    """Return True if both are plain tensors, or DTensors of which this rank holds the same part."""
-    if type(one) in _PLAIN and type(other) in _PLAIN:
-        return True
-    if not (is_dtensor(one) and is_dtensor(other)):
-        return False
-    return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)
-
-
 def gathering_modules(model: nn.Module) -> list[Any]:
     """Return the parts of ``model`` that FSDP2 gathers the weights of, and may keep gathered after a forward pass."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")

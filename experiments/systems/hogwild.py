@@ -12,7 +12,6 @@ could resume or check.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shlex
 import time
@@ -135,12 +134,7 @@ def _train_rank(
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    options = command.Parser(
-        prog="python -m experiments.systems.hogwild",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    options = command.bare_parser("python -m experiments.systems.hogwild", __doc__)
     options.add_argument("--ranks", type=command.at_least(1), default=WORLD_SIZE, help=f"processes ({WORLD_SIZE})")
     given, rest = options.parse_known_args(words)
     command.check_alone("hogwild", ranks.by_torchrun, "it starts its ranks itself")
