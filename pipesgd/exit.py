@@ -151,20 +151,20 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Screen], None], argv: 
 
 def _run(command: Callable[[Sequence[str], Ranks, Screen], None], argv: Sequence[str], signals: _Signals) -> int:
     ranks: Ranks | None = None
+    watching = contextlib.ExitStack()
     begin()  # if the command's module has not done so, as when a user's own program calls it
     try:
         ranks = join()
         signals.farewell = ranks.standing.farewell
         console = screen(ranks)
         # If the main thread is in a wait of gloo's, which nothing can end, the watcher's thread ends this process.
-        stop_watching = ranks.watch(lambda error: _end(error, ranks, console), even_alone=True)
+        watching.callback(ranks.watch(lambda error: _end(error, ranks, console), even_alone=True))
         command(argv, ranks, console)
         ranks.need_not_speak()
-        stop_watching()
+        watching.close()
         ranks.leave()
     except HelpRequested as request:
-        if ranks is not None:
-            ranks.say_goodbye()
+        watching.close()  # an interpreter that ends while the watcher's thread is in torch's store may be aborted
         return answer(str(request)) if ranks is None or ranks.rank == 0 else 0
     except BaseException as failure:  # noqa: BLE001 (distinguished and reported below)
         signals.ignored = True  # one end is enough; an assignment, since a signal could arrive within a call

@@ -274,6 +274,24 @@ def test_an_answer_that_nobody_reads_to_its_end_ends_quietly(
     assert _run(script, tmp_path, environment) == (code, "")
 
 
+def test_no_thread_watches_when_a_help_was_asked_for_and_the_interpreter_ends(tmp_path: Path) -> None:
+    """Python used to be aborted there at times, while the thread was in a call of torch's store."""
+    script = """
+        import sys, threading
+        from pipesgd.cli import HelpRequested
+        from pipesgd.exit import run_and_exit
+
+        def command(words, ranks, console):
+            raise HelpRequested("a help")
+
+        try:
+            run_and_exit(command, [])
+        finally:
+            print([one.name for one in threading.enumerate() if "watcher" in one.name], file=sys.stderr)
+    """
+    assert _run(script, tmp_path) == (0, "[]\n")
+
+
 def _run(script: str, folder: Path, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """Run a Python script; return its exit code and what it writes to stderr."""
     (folder / "script.py").write_text(textwrap.dedent(script), encoding="utf-8")
