@@ -520,7 +520,8 @@ class LocalSteps(Strategy):
             self._average_due = bool(self._averaged)
             report = self._pipeline.exchange()
         report = report.followed_by(self._average())
-        self._window.begin()
+        with self._pipeline.whole(f"the window that begins with iteration {self.iteration}"):
+            self._window.begin()
         return report
 
     def _average(self) -> StepReport:

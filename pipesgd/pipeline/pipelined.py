@@ -786,15 +786,16 @@ class Pipelined(Strategy):
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
-        self._updates.weights.restore()
         report: StepReport | None = None
         try:
+            self._updates.weights.restore()
             while len(self._in_flight) > remaining:
                 newest = self._apply_oldest()
                 report = newest if report is None else report.followed_by(newest)
             begin = time.perf_counter()
             self._predict()
         except BaseException as error:
+            self._updates.weights.notices.end()  # an interruption may have left the weights half exchanged
             self._updates.weights.restore()
             self._error = error
             raise

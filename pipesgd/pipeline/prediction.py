@@ -320,8 +320,9 @@ class Replayed(Prediction, abc.ABC):
             return
         try:
             self._replay(guesses, agreement)
-        finally:  # also when interrupted: the next gradient would be added to a guess
-            give_gradients(self._parameters, [None] * len(self._parameters))
+        finally:  # also when interrupted, and without a call: the next gradient would be added to a guess
+            for parameter in self._parameters:
+                parameter.grad = None
 
     @property
     def nbytes(self) -> int:
