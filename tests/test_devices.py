@@ -28,8 +28,8 @@ from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
-from pipesgd.reducers.topk import TopKReducer
 from pipesgd.run.workload import load
+from pipesgd.systems.exchanges.topk import TopKReducer
 
 pytestmark = pytest.mark.slow
 

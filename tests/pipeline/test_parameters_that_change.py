@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
-from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.ddp import attach
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.strategy import Strategy
+from pipesgd.systems.servers.strategy import ParameterServers
 
 pytestmark = pytest.mark.slow
 
