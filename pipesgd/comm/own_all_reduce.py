@@ -10,7 +10,6 @@ from typing import Any
 from pipesgd.errors import CommunicationError, UserInputError
 from pipesgd.functions import OWN, check_function, function_of, in_one_line, kind
 from pipesgd.ranks import Ranks, check_same
-from timing_model.own_schedules import check_schedules
 from timing_model.schedules import ALL_REDUCES, Algorithm, Schedule, make_schedule
 
 
@@ -85,6 +84,8 @@ def _is_place(place: Any) -> bool:
 
 
 def _own_schedules(all_reduce: str | Algorithm, world_size: int) -> list[Schedule]:
+    from timing_model.own_schedules import check_schedules
+
     name = all_reduce_name(all_reduce)
     algorithm = function_of("all-reduce", all_reduce, {}) if isinstance(all_reduce, str) else all_reduce
     with in_one_line(f"all-reduce must be made by {name} without an error"):
