@@ -12,6 +12,7 @@ import inspect
 import itertools
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from _ranks import run_ranks
 from torch import Tensor, nn
 
 import pipesgd
-from pipesgd import LocalSteps, Pipelined
+from pipesgd import LocalSteps, Pipelined, Updates, Windows, Wire
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
@@ -219,11 +220,11 @@ def outcome(make: Callable[..., Any], call: str, at: int, ranks: Ranks | None = 
 KINDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "width 1": (Pipelined, {"width": 1}),
     "width 2": (Pipelined, {"width": 2}),
-    "width 3, none": (Pipelined, {"width": 3, "prediction": "none"}),
-    "buckets": (Pipelined, {"width": 2, "buckets": 2}),
-    "local steps": (LocalSteps, {"local_steps": 2, "width": 2}),
-    "local steps, width 1": (LocalSteps, {"local_steps": 2, "width": 1}),
-    "fragments": (LocalSteps, {"local_steps": 2, "width": 2, "fragments": 2}),
+    "width 3, none": (Pipelined, {"width": 3, "updates": Updates(prediction="none")}),
+    "buckets": (Pipelined, {"width": 2, "wire": Wire(buckets=2)}),
+    "local steps": (LocalSteps, {"windows": Windows(local_steps=2), "width": 2}),
+    "local steps, width 1": (LocalSteps, {"windows": Windows(local_steps=2), "width": 1}),
+    "fragments": (LocalSteps, {"windows": Windows(local_steps=2, fragments=2), "width": 2}),
 }
 
 
@@ -268,3 +269,30 @@ def test_two_ranks_that_are_interrupted_anywhere_lose_no_residual(kind: str, cal
     hashes = {sha256 for of_rank in of_ranks for _, sha256, _ in of_rank}
     assert len(hashes) == 1, of_ranks
     assert len(of_ranks[0]) > 2
+
+
+def _close(make: Callable[..., Any], at: int) -> bool:
+    """Interrupt ``close``, and close again; then nothing is left behind."""
+    job = Job(make)
+    job.train(range(AT))
+    before = threading.active_count()
+    with warnings.catch_warnings(record=True):  # that gradients are dropped
+        warnings.simplefilter("always")
+        found = interrupted(job.strategy.close, at)
+        job.strategy.close()
+    assert threading.active_count() == before - 1
+    hooks = [hook for part in job.model.modules() for hook in (*part._forward_pre_hooks, *part._forward_hooks)]
+    assert not hooks
+    with pytest.raises(UserInputError, match=r"must not be used after close\(\)"):
+        job.strategy.step()
+    job.optimizer.step()  # which belongs to the loop again
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["width 1", "width 2", "local steps"])
+def test_a_close_that_is_interrupted_anywhere_ends_when_it_is_repeated(kind: str) -> None:
+    """A thread used to run on, and hooks to stay, after an interruption while the pipeline ended."""
+    for at in itertools.count(FIRST, STRIDE):
+        if not _close(_maker(kind), at):
+            break
