@@ -8,7 +8,6 @@ import doctest
 import html
 import inspect
 import itertools
-import pkgutil
 import re
 import subprocess
 import sys
@@ -197,15 +196,6 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
     wanted = {message: ".*".join(map(re.escape, message.split("…"))) for message in messages}
     assert len(messages) > 40
     assert [message for message, pattern in wanted.items() if not re.search(pattern, code)] == []
-
-
-def test_the_page_of_the_timing_model_names_functions_that_exist() -> None:
-    page = (REPOSITORY / "docs" / "timing_model.md").read_text(encoding="utf-8")
-    table = page.partition("| quantity | function |")[2].partition("\n\n")[0]
-    named = re.findall(r"`([\w.]+)`", "".join(line.rsplit(" | ", 1)[1] for line in table.splitlines()[2:]))
-    assert len(named) > 10
-    for name in named:
-        pkgutil.resolve_name(f"timing_model.{name}")
 
 
 def test_every_example_is_listed() -> None:
