@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pipesgd.pipeline.local_steps import LocalSteps
     from pipesgd.pipeline.pipelined import Pipelined
     from pipesgd.ranks import Ranks
+    from pipesgd.sections import Updates, Windows, Wire
     from pipesgd.splitting import split_layers
     from pipesgd.strategy import StepReport
 
@@ -64,7 +65,10 @@ __all__ = [
     "RunError",
     "StepReport",
     "StoppedBySignal",
+    "Updates",
     "UserInputError",
+    "Windows",
+    "Wire",
     "split_layers",
 ]
 __version__ = "0.2.0"
@@ -76,6 +80,9 @@ _HOMES = {
     "Pipelined": "pipesgd.pipeline.pipelined",
     "Ranks": "pipesgd.ranks",
     "StepReport": "pipesgd.strategy",
+    "Updates": "pipesgd.sections",
+    "Windows": "pipesgd.sections",
+    "Wire": "pipesgd.sections",
     "split_layers": "pipesgd.splitting",
 }
 """Modules of public names; exceptions are in ``pipesgd.errors``."""

@@ -25,6 +25,7 @@ TESTBED = REPOSITORY / "experiments" / "testbed"
 
 FLOORS = [
     {"errors", "checks", "process", "functions", "nested", "options", "toml_file"},
+    {"sections"},
     {
         *("config", "pipeline_config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
         *("shards", "layer_plan", "passes", "splitting"),

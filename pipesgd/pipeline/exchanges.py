@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from pipesgd.checks import check_one_of
 from pipesgd.codecs.base import Codec
 from pipesgd.errors import UserInputError
-from pipesgd.pipeline_config import REDUCES
 from pipesgd.reducers.gathering import sends_less
 from pipesgd.reducers.make import GATHERING
+from pipesgd.sections import REDUCES
 
 WHOLE = "matrix"
 """Exchange of gradients that are summed whole."""

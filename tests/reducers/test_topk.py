@@ -23,6 +23,7 @@ from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.topk import SAMPLE, TopKReducer, count_of, density_in, largest
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates
 from timing_model.schedules import gather_ring
 
 pytestmark = pytest.mark.slow
@@ -242,7 +243,9 @@ def _in_a_pipeline(ranks: Ranks) -> tuple[list[str], str, list[int]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        return model, Pipelined(model, optimizer, width=2, prediction="none", codec=OPTIONS, ranks=ranks)
+        return model, Pipelined(
+            model, optimizer, width=2, codec=OPTIONS, ranks=ranks, updates=Updates(prediction="none")
+        )
 
     def run(model: nn.Module, pipeline: Pipelined, first: int, last: int) -> tuple[list[str], list[int]]:
         hashes, sent = [], []

@@ -13,13 +13,12 @@ from torch import nn
 from pipesgd.baselines.parameter_server.messages import Request, RequestMessage
 from pipesgd.baselines.parameter_server.strategy import Answers, ParameterServers
 from pipesgd.baselines.parameter_server.update_rule import ElasticRule, ShardLayout, UpdateRule
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import NonFiniteGradientError
 from pipesgd.flat_buffer import FlatBuffer, all_finite
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate
-from pipesgd.pipeline_config import check_local_steps, moving_rate_for
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT, Windows, moving_rate_for
 from pipesgd.strategy import Span, StepReport
 
 
@@ -76,7 +75,7 @@ class ElasticServers(ParameterServers):
         timeout: float = DEFAULT_TIMEOUT,
         ranks: Ranks | None = None,
     ):
-        check_local_steps(local_steps, "elastic", moving_rate=moving_rate, width=1)
+        Windows(local_steps=local_steps, moving_rate=moving_rate)  # checks the values
         self._local_steps = local_steps
         self._moving_rate = moving_rate
         self._own_update = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
