@@ -79,6 +79,7 @@ def test_the_loop_in_the_documentation_runs_as_it_stands(tmp_path: Path, monkeyp
         "torch": torch,
         "contextlib": contextlib,
         "Pipelined": Pipelined,
+        "Updates": Updates,
         "cross_entropy": nn.functional.cross_entropy,
     }
     names |= {"iterations": 60, "micro_batches": 2, "batches": batches()}
