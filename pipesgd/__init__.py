@@ -2,8 +2,7 @@
 
 The names in ``__all__`` are the public API. A training loop of your own needs ``Pipelined``, whose ``step`` returns a
 ``StepReport``, or ``LocalSteps``; ``CodecOptions`` sets what is compressed and how, ``OwnCodec`` is for a codec of your
-own, ``Ranks`` are the ranks to work with, ``split_layers`` splits a model over several of them, and the rest are the
-exceptions, drawn as a tree in ``pipesgd.errors``.
+own, ``Ranks`` are the ranks to work with, and the rest are the exceptions, drawn as a tree in ``pipesgd.errors``.
 
 The doors into other programs are modules, each imported by its name, and only where it is used:
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from pipesgd.pipeline.pipelined import Pipelined
     from pipesgd.ranks import Ranks
     from pipesgd.sections import Updates, Windows, Wire
-    from pipesgd.splitting import split_layers
     from pipesgd.strategy import StepReport
 
 __all__ = [
@@ -69,7 +67,6 @@ __all__ = [
     "UserInputError",
     "Windows",
     "Wire",
-    "split_layers",
 ]
 __version__ = "0.2.0"
 
@@ -83,7 +80,6 @@ _HOMES = {
     "Updates": "pipesgd.sections",
     "Windows": "pipesgd.sections",
     "Wire": "pipesgd.sections",
-    "split_layers": "pipesgd.splitting",
 }
 """Modules of public names; exceptions are in ``pipesgd.errors``."""
 

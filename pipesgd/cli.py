@@ -34,7 +34,6 @@ from pipesgd.config import AUTO, AUTO_OPTIONS, TrainConfig, sections_of
 from pipesgd.errors import UserInputError
 from pipesgd.options import check_words, dashed, types_in_words
 from pipesgd.process import answer, own_rank
-from pipesgd.toml_file import read_toml
 
 CONFIG_HELP = """
 --config FILE reads options from a TOML file, one `name = value` a line, as --dry-run prints them;
@@ -270,6 +269,8 @@ def _expand_config_file(argv: list[str], defaults: dict[str, Any]) -> list[str]:
 
 def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
     """Return the options of a TOML file, each as the arguments that set it on the command line."""
+    from pipesgd.toml_file import read_toml
+
     options = []
     for key, value in read_toml("config", path).items():
         name = dashed(key)

@@ -467,7 +467,7 @@ def check_whole(wire: Wire, windows: Windows, codec: str) -> None:
 
 
 def check_left_to_windows(wire: Wire, updates: Updates, asked: str = "local steps") -> None:
-    """Raise ``UserInputError`` for options about single gradients, with windows of local steps that are ``asked`` for."""
+    """Raise ``UserInputError`` for options about gradients if windows of local steps are ``asked`` for."""
     refuse(
         (updates.prediction != "eager",
          f"prediction must be left out with {asked}, since each rank expects its own movement; "

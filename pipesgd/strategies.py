@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipesgd.config import TrainConfig
+from pipesgd.guests import guest
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline_config import SERVER_STRATEGIES
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import Strategy
-
-if TYPE_CHECKING:
-    from pipesgd.baselines.parameter_server.strategy import ParameterServers
 
 
 def make_strategy(
@@ -69,7 +67,8 @@ def make_strategy(
             ranks=ranks,
         )
     assert pipeline.strategy in SERVER_STRATEGIES
-    return _make_servers(config, model, optimizer, scaler, ranks)
+    servers: Strategy = _make_servers(config, model, optimizer, scaler, ranks)
+    return servers
 
 
 def make_pipeline(
@@ -109,7 +108,7 @@ def _make_servers(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     ranks: Ranks,
-) -> ParameterServers:
+) -> Any:
     pipeline = config.pipeline
     options: dict[str, Any] = {
         "servers": pipeline.servers,
@@ -119,9 +118,7 @@ def _make_servers(
         "ranks": ranks,
     }
     if pipeline.strategy == "easgd-async":
-        from pipesgd.baselines.parameter_server.elastic import ElasticServers
-
-        return ElasticServers(
+        return guest("elastic servers")(
             model,
             optimizer,
             local_steps=config.windows.local_steps,
@@ -130,7 +127,5 @@ def _make_servers(
             scaler=scaler,
             **options,
         )
-    from pipesgd.baselines.parameter_server.strategy import ParameterServers
-
     bound = 0 if pipeline.strategy == "ps-sync" else pipeline.staleness_bound
-    return ParameterServers(model, optimizer, staleness_bound=bound, **options)
+    return guest("parameter servers")(model, optimizer, staleness_bound=bound, **options)

@@ -28,9 +28,9 @@ from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
-from pipesgd.reducers.topk import TopKReducer
 from pipesgd.run.workload import load
 from pipesgd.sections import PREDICTIONS
+from pipesgd.systems.exchanges.topk import TopKReducer
 
 pytestmark = pytest.mark.slow
 

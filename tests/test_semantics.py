@@ -29,7 +29,6 @@ from experiments.predictions import COMPARED
 from pipesgd import Pipelined
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
-from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.cli import parse
 from pipesgd.data import evaluation_batches
 from pipesgd.data.samples import InMemoryImages, PixelScale
@@ -42,6 +41,7 @@ from pipesgd.run.evaluation import evaluate, mean, sums
 from pipesgd.run.forward_backward import forward_backward
 from pipesgd.sections import Updates
 from pipesgd.strategy import Strategy
+from pipesgd.systems.servers.strategy import ParameterServers
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,6 @@ from pipesgd.errors import CommunicationError, UserInputError
 from pipesgd.functions import OWN, function_of, in_one_line, kind
 from pipesgd.ranks import Ranks, check_same
 from pipesgd.sections import all_reduce_name
-from timing_model.own_schedules import check_schedules
 from timing_model.schedules import Algorithm, Schedule, make_schedule
 
 
@@ -72,6 +71,8 @@ def _is_place(place: Any) -> bool:
 
 
 def _own_schedules(all_reduce: str | Algorithm, world_size: int) -> list[Schedule]:
+    from timing_model.own_schedules import check_schedules
+
     name = all_reduce_name(all_reduce)
     algorithm = function_of("all-reduce", all_reduce, {}) if isinstance(all_reduce, str) else all_reduce
     with in_one_line(f"all-reduce must be made by {name} without an error"):

@@ -55,7 +55,6 @@ from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.exchanges import WHOLE as WHOLE_GRADIENTS
 from pipesgd.pipeline.exchanges import Exchanges, words_of
-from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
 from pipesgd.pipeline.islands import island_of
 from pipesgd.pipeline.optimizer_state import share_rank_0s_state
@@ -66,7 +65,7 @@ from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsiders, warn_of_write
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.base import as_real
-from pipesgd.reducers.make import check_eligible, check_momentum, check_reducer
+from pipesgd.reducers.make import check_eligible, check_momentum, check_reducer, gathering
 from pipesgd.replicas import (
     SumOverRanks,
     check_same_weights,
@@ -124,12 +123,12 @@ class Pipelined(Strategy):
 
             ``reduce`` is the exchange of gradients: of all parameters for which it is made, or a mapping from the names
             of parameters to the exchange of each. "matrix" sums gradients whole. "rows" gathers, of embeddings'
-            gradients, the rows that are not zero (``pipesgd.reducers.rows``). "factors" gathers, for linear layers'
-            weights, the inputs and the output gradients of the batch, and multiplies those of all ranks
-            (``pipesgd.reducers.factors``). Such a weight may be used nowhere else, and nothing but a backward pass may
-            change its ``.grad``. Both are exact and uncompressed, and all other gradients are summed whole. Embeddings
-            that are exchanged by rows may be sparse. Topk, powersgd, all-reduce native and GPUs are refused, except
-            with "matrix". ``pipesgd.pipeline.exchanges.fewest_bytes`` says what sends fewer bytes.
+            gradients, the rows that are not zero (``pipesgd.systems.exchanges.rows``). "factors" gathers, for linear
+            layers' weights, the inputs and the output gradients of the batch, and multiplies those of all ranks
+            (``pipesgd.systems.exchanges.factors``). Such a weight may be used nowhere else, and nothing but a backward
+            pass may change its ``.grad``. Both are exact and uncompressed, and all other gradients are summed whole.
+            Embeddings that are exchanged by rows may be sparse. Topk, powersgd, all-reduce native and GPUs are refused,
+            except with "matrix". ``pipesgd.systems.exchanges.fewest_bytes`` says what sends fewer bytes.
         updates: how gradients are applied, and those in flight predicted (``pipesgd.Updates``). ``prediction`` may be a
             class of predictions (``pipesgd.pipeline.prediction``). At width 1 there is nothing to predict or to guard.
         scaler: loss scaler for float16, of this pipeline alone; neither its ``step`` nor its ``update`` may be called
@@ -230,7 +229,6 @@ class Pipelined(Strategy):
         self._loss_scale: LossScale | None = None
         if scaler is not None and scaler.is_enabled():
             self._loss_scale = LossScale(scaler, self._parameters)
-        self._factor_hooks: FactorHooks | None = None
         self._packing = Packing(self._cut, self._loss_scale)
         self._skip_nonfinite = updates.on_nonfinite == "skip" or self._loss_scale is not None
         self._in_flight: collections.deque[InFlight] = collections.deque()
@@ -305,8 +303,10 @@ class Pipelined(Strategy):
             if self._updates.predicts:
                 self._hooks = TrueWeightsHooks(model, self._updates)
                 warn_of_outsiders(model, self._parameters)
-            if by_factors := [one for one in self._parameters if exchanges.of(one) == "factors"]:
-                self._factor_hooks = self._packing.factor_hooks = FactorHooks(model, by_factors, self._loss_scale)
+            for kind in exchanges.gathered:
+                weights = [one for one in self._parameters if exchanges.of(one) == kind]
+                if (hooks := gathering(kind).hooks(model, weights, self._loss_scale)) is not None:
+                    self._packing.hooks[kind] = hooks
             if not self._in_turns and wire.cut != WHOLE:
                 self._leaving = BackwardHooks(self.buckets, self._leave)
             drop_gradients(optimizer)
@@ -401,8 +401,8 @@ class Pipelined(Strategy):
             outgoing = self._packing.next_outgoing(self.iteration)
             for number in range(self._left, len(self._cut.indices)):
                 self._packing.pack(outgoing, number, self._ranks.world_size)
-            if self._factor_hooks is not None:
-                self._factor_hooks.forget()
+            for kept in self._packing.hooks.values():
+                kept.forget()
             self._packing.left_out = ()
             # 2. Hand over.
             summed: Sequence[int] = [self._turn] if self._in_turns else range(len(self._cut.indices))
@@ -550,8 +550,8 @@ class Pipelined(Strategy):
         self._summing.thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
         if self._half_done is not None:
             give_gradients(self._parameters, [None] * len(self._parameters))
-            if self._factor_hooks is not None:
-                self._factor_hooks.forget()
+            for kept in self._packing.hooks.values():
+                kept.forget()
         self._error = self._half_done = self._meeting = None
         self._packing.left_out = ()
         self._updates.weights.adopt()
@@ -605,7 +605,7 @@ class Pipelined(Strategy):
             atexit.unregister(self._if_never_closed)
             self._summing.stop_watching()
             self._drop_in_flight()
-            for hooks in (self._hooks, self._factor_hooks, self._leaving, self._own_steps):
+            for hooks in (self._hooks, *self._packing.hooks.values(), self._leaving, self._own_steps):
                 if hooks is not None:
                     hooks.remove()
             if self._loss_scale is not None:

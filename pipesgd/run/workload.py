@@ -19,9 +19,10 @@ from pipesgd.data.losses import Loss
 from pipesgd.data.samples import on_tensors, outputs_of
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.functions import OWN, in_one_line, kind
+from pipesgd.guests import guest
 from pipesgd.optim.build import check_model
 from pipesgd.pipeline.buckets import bucket_indices
-from pipesgd.pipeline.exchanges import Exchanges, Reduce, fewest_bytes
+from pipesgd.pipeline.exchanges import Exchanges, Reduce
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_eligible, compiled_codec
@@ -110,7 +111,9 @@ def reduce_of(config: TrainConfig, data: DataSplits, model: nn.Module, world_siz
     symbols = [1]
     on_tensors(lambda one: None if one.is_floating_point() else symbols.append(one.numel()), inputs)
     rows = config.samples_per_rank * max(symbols)
-    return fewest_bytes(model, rows, make_codec(codec_options(config.compression)), world_size)
+    codec = make_codec(codec_options(config.compression))
+    chosen: Reduce = guest("fewest bytes")(model, rows, codec, world_size)
+    return chosen
 
 
 def check_cut(config: TrainConfig, model: nn.Module, reduce: Reduce) -> None:

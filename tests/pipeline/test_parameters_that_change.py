@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
-from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.ddp import attach
 from pipesgd.errors import UserInputError
@@ -22,6 +21,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.sections import Windows, Wire
 from pipesgd.strategy import Strategy
+from pipesgd.systems.servers.strategy import ParameterServers
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,11 @@ from torch import nn
 from pipesgd.cli import parse
 from pipesgd.codecs.make import make_codec
 from pipesgd.data import ShardedBatches
-from pipesgd.pipeline.exchanges import fewest_bytes
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.planning.parts import parts_of_run
 from pipesgd.ranks import Ranks
 from pipesgd.run.workload import load
+from pipesgd.systems.exchanges.fewest_bytes import fewest_bytes
 from timing_model.params import Parts
 
 
