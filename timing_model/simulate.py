@@ -130,12 +130,6 @@ class Draws:
         normal = self._generator.standard_normal((iterations, len(self._means)))
         if self._noise.persistence:
             self._persist(normal)
-        if self._noise.distribution == "normal":
-            normal *= self._noise.cv
-            normal += 1
-            np.maximum(normal, 0, out=normal)
-            normal *= self._means
-            return normal
         sigma = np.sqrt(np.log1p(self._noise.cv**2))
         normal *= sigma
         normal -= sigma**2 / 2

@@ -59,7 +59,7 @@ class SimulatedJob:
         """Return the result as text for people."""
         job, predicted = self.answer.job, self.answer.iteration.total
         noise = job.noise
-        jitter = f"jitter: cv {noise.cv:.1%} {noise.distribution}"
+        jitter = f"jitter: cv {noise.cv:.1%} lognormal"
         jitter += f", persistence {noise.persistence:g}" if noise.persistence else ""
         jitter += f", all-reduce cv {noise.comm_cv:.1%}" if noise.comm_cv else ""
         slow = ", ".join(f"{one:g}x" for one in noise.slow_ranks)
