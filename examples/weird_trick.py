@@ -17,7 +17,8 @@ from torch.nn import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from pipesgd import Pipelined, split_layers
+from pipesgd import Pipelined
+from pipesgd.systems.layers.splitting import split_layers
 
 EPOCHS = 3
 PLAN = Path(__file__).with_suffix(".toml")

@@ -35,10 +35,10 @@ from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,9 +25,10 @@ from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate, trainable_parameters
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
-from pipesgd.pipeline.local_steps import Elastic, OwnMovement, moving_rate_of, outer_optimizer
+from pipesgd.pipeline.local_steps import OwnMovement, outer_optimizer
 from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
 from pipesgd.pipeline.window import Window
+from pipesgd.systems.windows.elastic import ElasticAveraging
 from timing_model.schedules import split
 
 T = TypeVar("T")
@@ -242,14 +243,14 @@ class SimulatedLocalSteps(SimulatedRanks):
         **options: Any,
     ):
         parameters, ranks = trainable_parameters(optimizers[0]), len(optimizers)
-        pull = moving_rate_of(outer, moving_rate, ranks)
-        lr = outer_lr if pull is None else ranks * pull
+        elastic = ElasticAveraging(moving_rate, ranks) if outer == "elastic" else None
+        lr = outer_lr if elastic is None else elastic.lr
         super().__init__(
             model,
             outer_optimizer(parameters, outer, lr, outer_momentum, width=width),
             world_size=ranks,
             width=width,
-            prediction=OwnMovement if pull is None else Elastic,
+            prediction=OwnMovement if elastic is None else elastic.prediction,
             **options,
         )
         clip = Clipping(norm=clip_norm, value=clip_value)
@@ -257,7 +258,8 @@ class SimulatedLocalSteps(SimulatedRanks):
             SynchronousUpdate(optimizer, clip=clip, scaler=None, on_nonfinite="stop") for optimizer in optimizers
         ]
         updates = self._exchanges[0].updates  # there is one exchange
-        self._windows = [Window(parameters, lambda: updates.weights, pull) for _ in optimizers]
+        window = Window if elastic is None else elastic.window
+        self._windows = [window(parameters, lambda: updates.weights) for _ in optimizers]
 
     def run_window(
         self,

@@ -2,8 +2,7 @@
 
 The names in ``__all__`` are the public API. A training loop of your own needs ``Pipelined``, whose ``step`` returns a
 ``StepReport``, or ``LocalSteps``; ``CodecOptions`` sets what is compressed and how, ``OwnCodec`` is for a codec of your
-own, ``Ranks`` are the ranks to work with, ``split_layers`` splits a model over several of them, and the rest are the
-exceptions, drawn as a tree in ``pipesgd.errors``.
+own, ``Ranks`` are the ranks to work with, and the rest are the exceptions, drawn as a tree in ``pipesgd.errors``.
 
 The doors into other programs are modules, each imported by its name, and only where it is used:
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from pipesgd.pipeline.local_steps import LocalSteps
     from pipesgd.pipeline.pipelined import Pipelined
     from pipesgd.ranks import Ranks
-    from pipesgd.splitting import split_layers
+    from pipesgd.sections import Updates, Windows, Wire
     from pipesgd.strategy import StepReport
 
 __all__ = [
@@ -64,8 +63,10 @@ __all__ = [
     "RunError",
     "StepReport",
     "StoppedBySignal",
+    "Updates",
     "UserInputError",
-    "split_layers",
+    "Windows",
+    "Wire",
 ]
 __version__ = "0.2.0"
 
@@ -76,7 +77,9 @@ _HOMES = {
     "Pipelined": "pipesgd.pipeline.pipelined",
     "Ranks": "pipesgd.ranks",
     "StepReport": "pipesgd.strategy",
-    "split_layers": "pipesgd.splitting",
+    "Updates": "pipesgd.sections",
+    "Windows": "pipesgd.sections",
+    "Wire": "pipesgd.sections",
 }
 """Modules of public names; exceptions are in ``pipesgd.errors``."""
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from rich.console import Console
@@ -47,7 +47,6 @@ from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.pipeline.exchanges import Reduce
-from pipesgd.planning.drift import Drift
 from pipesgd.planning.plan_run import plan_run, save_cluster
 from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks, check_same_options
@@ -64,10 +63,13 @@ from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
 from pipesgd.run.metrics import History, IterationMetrics, MetricsLines, MetricsWriter, statistics, step_seconds
 from pipesgd.run.state import RunState
 from pipesgd.run.summary import Result, describe, measured_before, network_line, sum_of_finite, summarize
-from pipesgd.run.trace import Trace, loader
 from pipesgd.run.workload import agree_on_workload, check_exchange, load, reduce_of
 from pipesgd.strategies import make_strategy, serve
-from pipesgd.strategy import Span, StepReport, Strategy
+from pipesgd.strategy import StepReport, Strategy
+
+if TYPE_CHECKING:
+    from pipesgd.planning.drift import Drift
+    from pipesgd.run.trace import Trace
 
 DEFAULT_EPOCHS = 3
 FELL_BACK = (
@@ -185,7 +187,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         say(console, f"--reduce auto: {named_exchanges or none}")
     if known is not None and config.planning.auto:
         save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
-    ranks.start_process_group(chosen.run.device, chosen.run.timeout)
+    ranks.start_process_group(chosen.run.device, chosen.timeout)
     model.to(device)
     optimization = chosen.optimization.for_ranks(workers.world_size)
     optimizer = build_optimizer(optimization, model)
@@ -232,7 +234,7 @@ class Run:
             losses=self.losses,
         )
         self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
-        self.trace = Trace(job.workers) if config.run.trace else None
+        self.trace = self._trace()
         self._recorders: list[MetricsWriter | ProgressBar] = []
         self._history = History()
         """Numbers of all iterations on rank 0, with those before this attempt; empty on the other ranks."""
@@ -342,14 +344,24 @@ class Run:
             self._last = time.perf_counter()
         farewell.is_open = False
 
+    def _trace(self) -> Trace | None:
+        """Return the trace of this rank's spans, if it is asked for."""
+        if not self.job.config.run.trace:
+            return None
+        from pipesgd.run.trace import Trace
+
+        return Trace(self.job.workers)
+
     def _drift(self) -> Drift | None:
         """Return what compares the iterations of this attempt with the plan, on rank 0 of a run that has one."""
-        job, pipeline = self.job, self.job.config.pipeline
+        job, updates = self.job, self.job.config.updates
         if job.planned is None or job.workers.rank > 0:
             return None
-        lines = MetricsLines(job.folder / output.METRICS_FILE) if pipeline.guard and self.start > 0 else ()
+        from pipesgd.planning.drift import Drift
+
+        lines = MetricsLines(job.folder / output.METRICS_FILE) if updates.guard and self.start > 0 else ()
         fell_back = [line["iteration"] for _, line in lines if line["fell_back"]]
-        return Drift(job.planned, warmup_iterations=pipeline.warmup_iterations, fell_back=fell_back)
+        return Drift(job.planned, warmup_iterations=updates.warmup_iterations, fell_back=fell_back)
 
     def _iterate(self, iteration: int, samples: Batches) -> IterationMetrics:
         """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due."""
@@ -367,7 +379,7 @@ class Run:
         if self.trace is not None:
             self.trace.add(spans)
             if (worker := samples.last.worker) is not None:
-                self.trace.add([Span(loader(worker), iteration, samples.last.start, samples.last.end)])
+                self.trace.add_loading(worker, iteration, samples.last.start, samples.last.end)
         loading = sum(span.seconds for span in spans if span.what == "data")
         seconds = step_seconds(step, time.perf_counter() - self._last, loading)
         self._paces.append(seconds["iteration"])
@@ -505,7 +517,7 @@ class Run:
             if nothing_new:
                 summary |= measured_before(folder / output.SUMMARY_FILE, job.workers.world_size)
             if planned is not None:
-                own = self._history.known("iteration", start=config.pipeline.warmup_iterations)
+                own = self._history.known("iteration", start=config.updates.warmup_iterations)
                 measured = statistics(planned.windows(own.tolist()))["median"]
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
@@ -578,7 +590,7 @@ def agree_on_configuration(argv: Sequence[str], ranks: Ranks) -> TrainConfig:
 
     def own() -> TrainConfig:
         config = parse(argv)
-        ranks.timeout = config.run.timeout  # the first exchange already waits for this long
+        ranks.timeout = config.timeout  # the first exchange already waits for this long
         ranks.standing.stall_seconds = config.run.stall_seconds
         return config
 
@@ -597,7 +609,7 @@ def who_works(config: TrainConfig, ranks: Ranks) -> Ranks:
         from pipesgd.baselines.ddp import check_hook
 
         check_hook(config.pipeline.ddp_hook)
-    return ranks.first(config.pipeline.workers(ranks.world_size))
+    return ranks.first(config.workers(ranks.world_size))
 
 
 if __name__ == "__main__":

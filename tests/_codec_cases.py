@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec, OwnCodec
-from pipesgd.codecs.blocks import Int4, Int8, Qsgd, Sign, Ternary
-from pipesgd.codecs.floats import Bf16, Fp16, Truncate16
+from pipesgd.codecs.blocks import Int4, Int8
+from pipesgd.codecs.floats import Bf16, Fp16
+from pipesgd.systems.codecs.qsgd import Qsgd
+from pipesgd.systems.codecs.sign import Sign
+from pipesgd.systems.codecs.ternary import Ternary
+from pipesgd.systems.codecs.truncate16 import Truncate16
 
 LARGEST = float(np.finfo(np.float32).max)
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 2.0**-126, -(2.0**-101), 2.0**-100, LARGEST, -LARGEST, 65520.0, 1.0)

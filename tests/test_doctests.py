@@ -14,7 +14,7 @@ import pytest
         "timing_model.schedules",
         "pipesgd.nested",
         "pipesgd.pipeline.pipelined",
-        "pipesgd.baselines.parameter_server.waiting",
+        "pipesgd.systems.servers.waiting",
         "timing_model.all_reduce",
         "timing_model.collective_time",
         "timing_model.iteration",

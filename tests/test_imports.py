@@ -19,18 +19,21 @@ from conftest import REPOSITORY
 import pipesgd
 import timing_model
 from pipesgd import errors
+from pipesgd.guests import HOMES, guest
 from pipesgd.ranks import Ranks
 
 TESTBED = REPOSITORY / "experiments" / "testbed"
 
 FLOORS = [
-    {"errors", "checks", "process", "functions", "nested", "options", "toml_file"},
+    {"errors", "checks", "process", "functions", "guests", "nested", "options", "toml_file"},
+    {"sections"},
     {
         *("config", "pipeline_config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
-        *("shards", "layer_plan", "passes", "splitting"),
+        "shards",
     },
     {"strategy", "reducers", "optim"},
     {"pipeline", "baselines"},
+    {"systems"},
     {"strategies", "run", "calibration", "planning"},
     {
         "cli",
@@ -62,8 +65,8 @@ MAY_NAME_TORCH_DISTRIBUTED = {
     "ranks",
     "comm.transport",
     "comm.native",
-    "passes",
-    "splitting",
+    "systems.layers.passes",
+    "systems.layers.splitting",
     "baselines.ddp",
     "ddp.attached",
     "ddp.local_steps",
@@ -122,6 +125,25 @@ def test_torchruns_variables_are_read_in_two_modules(module: str) -> None:
     tree = ast.walk(ast.parse(modules("pipesgd")[module].read_text(encoding="utf-8")))
     texts = [node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert any(map(TORCHRUN_VARIABLES.fullmatch, texts)) == (module in ("process", "ranks"))
+
+
+def test_nothing_outside_of_the_systems_imports_one() -> None:
+    files = [REPOSITORY / "pipesgd" / "__init__.py"]
+    files += [path for module, path in modules("pipesgd").items() if room(module) != "systems"]
+    for file in files:
+        assert not {name for name in imported(file) if name.startswith("pipesgd.systems")}, file
+
+
+def test_every_guest_is_there() -> None:
+    for name in HOMES:
+        assert guest(name).__module__.startswith("pipesgd.systems.")
+
+
+@pytest.mark.slow
+def test_a_run_imports_no_system_that_it_does_not_name() -> None:
+    program = "import sys, pipesgd, pipesgd.train; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not [name for name in done.stdout.split() if name.startswith("pipesgd.systems")]
 
 
 def test_neither_rooms_nor_modules_import_in_a_circle() -> None:

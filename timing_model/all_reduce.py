@@ -153,8 +153,8 @@ def gather_time(
 
     n is ``numel``, k_e and k_a are ``codec.encode`` (choosing) and ``codec.add`` (adding one rank's part, per value of
     the whole), and w is the transfer of a part; the latencies of its segments overlap. The time grows with p. Nothing
-    is encoded again on the way, and parts are added when all have arrived (``pipesgd/reducers/topk.py``). A single rank
-    also chooses and adds, but sends nothing.
+    is encoded again on the way, and parts are added when all have arrived (``pipesgd/systems/exchanges/topk.py``). A
+    single rank also chooses and adds, but sends nothing.
 
     Raises ``ValueError`` if a value is out of range.
 

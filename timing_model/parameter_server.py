@@ -1,4 +1,4 @@
-"""Traffic of a synchronous round of parameter servers, as ``pipesgd/baselines/parameter_server/`` runs them."""
+"""Traffic of a synchronous round of parameter servers, as ``pipesgd/systems/servers/`` runs them."""
 
 from __future__ import annotations
 

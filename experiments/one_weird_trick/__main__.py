@@ -42,15 +42,17 @@ from experiments.kept_runs import KeptRuns
 from experiments.results import Row, code_state, save
 from experiments.simulated_runs import accuracy_of, batches_of, evaluated
 from experiments.systems.workloads import WORKLOADS
-from pipesgd import Pipelined, split_layers
+from pipesgd import Pipelined
 from pipesgd.cli import parse as parse_training
-from pipesgd.config import DEFAULT_TIMEOUT, TrainConfig
+from pipesgd.config import TrainConfig
 from pipesgd.data import make_workload
 from pipesgd.errors import UserInputError
-from pipesgd.layer_plan import rows_of_passes
 from pipesgd.optim.build import build_optimizer, build_schedule
-from pipesgd.passes import Passes
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT
+from pipesgd.systems.layers.passes import Passes
+from pipesgd.systems.layers.plan import rows_of_passes
+from pipesgd.systems.layers.splitting import split_layers
 
 NAME = "one_weird_trick"
 FOLDER = Path(__file__).parent

@@ -17,7 +17,7 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer
-from pipesgd.reducers.topk import NUMBERS_PER_VALUE, TopKReducer
+from pipesgd.guests import guest
 from timing_model.measured import Estimate
 from timing_model.schedules import SEGMENT_BYTES
 
@@ -163,7 +163,7 @@ class _TopK:
         self._buffer = FlatBuffer([self._gradient])
         density = CodecOptions(codec=TOPK).density
         self._reducers = [
-            TopKReducer(_Repeat(parts), rank=0, world_size=parts, density=density) for parts in (1, ADDED)
+            guest(TOPK)(_Repeat(parts), rank=0, world_size=parts, density=density) for parts in (1, ADDED)
         ]
         self._times: dict[str, list[float]] = {"encode": [], "add": []}
         self._seconds()  # allocates residuals and memory
@@ -206,5 +206,5 @@ def _summarize_topk(everybody: Sequence[Times]) -> CodecSpeed:
     memory = dict.fromkeys(OPERATIONS, nothing)  # a part is neither decoded nor encoded again for a hop
     for operation in ("encode", "add"):
         memory[operation] = median_of(np.concatenate([times["memory"][operation] for times in everybody]))
-    bits = 32 * NUMBERS_PER_VALUE * CodecOptions(codec=TOPK).density
+    bits = 32 * guest(TOPK).NUMBERS_PER_VALUE * CodecOptions(codec=TOPK).density
     return CodecSpeed(bits=bits, call=nothing, memory=memory, gathered=True)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.calibration.groups import Placement, groups_to_measure
 from pipesgd.calibration.options import LEAST_LARGEST_BYTES
 from pipesgd.calibration.sweep import GROWTH, Cell
+from pipesgd.guests import guest
 from pipesgd.ranks import Ranks
 from timing_model.measured import PARAMETER_SERVER
 
@@ -84,7 +84,7 @@ def _rounds(ranks: Ranks, nbytes: int, share: float, timeout: float) -> list[flo
     weights = nn.Parameter(torch.zeros(nbytes // 4, dtype=torch.float32))
     gradient = torch.zeros_like(weights)
     model = nn.ParameterList([weights])
-    servers = ParameterServers(
+    servers = guest("parameter servers")(
         model, torch.optim.SGD([weights], lr=0.0), staleness_bound=0, timeout=timeout, ranks=ranks
     )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipesgd.codecs.base import FusedCodec
 from pipesgd.codecs.kernels import kernels_for
-from pipesgd.codecs.kernels.kinds import BF16, FP16, TRUNCATE16
+from pipesgd.codecs.kernels.kinds import BF16, FP16
 
 
 class Uncompressed:
@@ -37,7 +37,7 @@ class Uncompressed:
         self.decode_add(received, values)
 
 
-class _Sixteen(FusedCodec):
+class Sixteen(FusedCodec):
     """Shared parts of the codecs that send sixteen bits a value."""
 
     name: str
@@ -58,18 +58,7 @@ class _Sixteen(FusedCodec):
         self._kernels.decode_16(wire, values, kind=self._kind, add=add)
 
 
-class Truncate16(_Sixteen):
-    """The upper half of the float32 word: Pipe-SGD's truncation (Li et al., NeurIPS 2018, "T").
-
-    It takes 16 bits a value and is biased toward zero. The error of a value x is below 2**-7 |x| (2**-133 for
-    denormals): a sum that is re-encoded at every hop shrinks with the number of ranks; ``Bf16`` does not do that.
-    """
-
-    name = "truncate16"
-    _kind = TRUNCATE16
-
-
-class Bf16(_Sixteen):
+class Bf16(Sixteen):
     """bfloat16, rounded to nearest, ties to even (Kalamkar et al., 2019, "A Study of BFLOAT16").
 
     It takes 16 bits a value. Rounding to nearest is deterministic: biased for a given value, but not toward zero. The
@@ -80,7 +69,7 @@ class Bf16(_Sixteen):
     _kind = BF16
 
 
-class Fp16(_Sixteen):
+class Fp16(Sixteen):
     """IEEE half precision, rounded to nearest, ties to even (IEEE 754-2008; Micikevicius et al., ICLR 2018).
 
     It takes 16 bits a value. Rounding is deterministic, hence biased for a given value. The error of a value x is at

@@ -10,10 +10,8 @@ from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.all_reduce import MOST_PLANS, AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
-from pipesgd.comm.native import NativeAllReduce
 from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
 from pipesgd.comm.pace import PACED_SECONDS, TokenBucket, paced_segment_bytes
-from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.transport import (
     TorchTransport,
     Transport,
@@ -91,7 +89,11 @@ class Connections:
         if all_reduce == "native":
             return
         self._transport = TorchTransport(self._groups, timeout, before_waits=self._headers.check, before_sends=pace)
-        self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
+        self.transport: Transport = self._transport
+        if device == "cuda":
+            from pipesgd.comm.pinned import PinnedTransport
+
+            self.transport = PinnedTransport(self._transport)
 
     def begin(self, call: str, iteration: int) -> None:
         """Begin the sums of ``call`` (one of ``headers.CALLS``) in ``iteration``, which last until the next ``begin``.
@@ -154,6 +156,8 @@ class Connections:
         """
         codec = codec or Uncompressed()
         if self._name == "native":
+            from pipesgd.comm.native import NativeAllReduce
+
             return NativeAllReduce(
                 self._groups, self.ranks.rank, self.ranks.world_size, self._timeout, codec.name, self.check
             )

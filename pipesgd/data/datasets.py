@@ -1,4 +1,7 @@
-"""Data sets by name. Nothing is downloaded here: errors name what is missing, and where to get it."""
+"""Data sets by name, each of which imports what it reads its files with.
+
+Nothing is downloaded here: errors name what is missing, and where to get it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,8 @@ import numpy as np
 import torch
 
 from pipesgd.config import DATASETS, dataset_kind
-from pipesgd.data.binary_files import read_cifar100, read_labelled_idx
-from pipesgd.data.image_folder import ImageFolder, class_names
 from pipesgd.data.own import content_of, own_splits
 from pipesgd.data.samples import DataSplits, ImagesOfFiles, InMemoryImages, PixelScale
-from pipesgd.data.text import TextWindows, read_text
 from pipesgd.errors import DatasetError
 from pipesgd.functions import Function, call, check_function, function_of
 
@@ -109,6 +109,8 @@ def _digits() -> DataSplits:
 
 
 def _mnist_like(name: str, data_dir: Path | None = None) -> DataSplits:
+    from pipesgd.data.binary_files import read_labelled_idx
+
     how = "--data-dir names the folder"
     if name == "fashion-mnist":
         data_dir = data_dir or DEBIAN_FASHION_MNIST
@@ -125,6 +127,8 @@ def _mnist_like(name: str, data_dir: Path | None = None) -> DataSplits:
 
 
 def _cifar100(data_dir: Path | None = None) -> DataSplits:
+    from pipesgd.data.binary_files import read_cifar100
+
     folders = [data_dir, data_dir / "cifar-100-binary"] if data_dir else []
     how = "the binary version, cifar-100-binary.tar.gz unpacked; --data-dir names the folder"
     paths = _locate("cifar100", folders, CIFAR100_FILES, how)
@@ -137,6 +141,8 @@ def _cifar100(data_dir: Path | None = None) -> DataSplits:
 def _images(image_size: int, data_dir: Path | None = None) -> DataSplits:
     if data_dir is None:
         raise DatasetError("images must be in the folder --data-dir, as train/CLASS and test/CLASS; got no --data-dir")
+    from pipesgd.data.image_folder import ImageFolder, class_names
+
     classes = class_names(data_dir / "train")
     train, test = (
         ImageFolder(data_dir / split, classes, image_size=image_size, scale=_SCALES["images"])
@@ -154,6 +160,8 @@ def _images(image_size: int, data_dir: Path | None = None) -> DataSplits:
 
 
 def _text(name: str, context: int) -> DataSplits:
+    from pipesgd.data.text import TextWindows, read_text
+
     train, test = read_text(name)
     if min(len(train), len(test)) <= context:
         raise DatasetError(

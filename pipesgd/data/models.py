@@ -12,7 +12,6 @@ from torch import nn
 
 from pipesgd.checks import one_of
 from pipesgd.config import IMAGE_DATASETS, IMAGE_MODELS, MODELS, TEXT_MODELS, TEXTS
-from pipesgd.data.transformer import Transformer
 from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, Function, call, check_function, function_of, kind
 
@@ -97,6 +96,8 @@ def _check_kind(name: str, sample_shape: tuple[int, ...]) -> None:
 
 
 def _transformer(sample_shape: tuple[int, ...], num_classes: int, layers: int, heads: int, embedding: int) -> nn.Module:
+    from pipesgd.data.transformer import Transformer
+
     return Transformer(vocabulary=num_classes, context=sample_shape[0], layers=layers, heads=heads, embedding=embedding)
 
 

@@ -9,13 +9,14 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from pipesgd.config import OptimizationConfig
-from pipesgd.optim.muon import MuonWithAdamW, hidden_matrices
 from pipesgd.shards import is_dtensor
 
 
 def check_model(config: OptimizationConfig, model: nn.Module) -> None:
     """Raise ``UserInputError`` unless ``model`` has the parameters that the optimizer of ``config`` works on."""
     if config.optimizer == "muon":
+        from pipesgd.optim.muon import hidden_matrices
+
         hidden_matrices(model)
 
 
@@ -37,6 +38,8 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> Optimizer:
     if config.optimizer == "adagrad":
         return Adagrad(parameters, lr=config.lr, weight_decay=decay)
     if config.optimizer == "muon":
+        from pipesgd.optim.muon import MuonWithAdamW, hidden_matrices
+
         matrices = hidden_matrices(model)
         hidden = {id(parameter) for parameter in matrices}
         others = [parameter for parameter in parameters if id(parameter) not in hidden]

@@ -67,6 +67,9 @@ class MuonWithAdamW(Optimizer):
         Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2, for the scale of the updates.
     """
 
+    of_whole_matrices = True
+    """Mark of an optimizer whose update of a value depends on others of its matrix."""
+
     def __init__(
         self,
         muon_parameters: Iterable[Parameter],

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pipesgd.flat_buffer import BucketedBuffer, on_device
 from pipesgd.pipeline.prediction import Unapplied
-from pipesgd.reducers.factors import Factors
 from pipesgd.strategy import Comparison, Span
 
 
@@ -49,8 +48,8 @@ class Outgoing:
     """Finiteness of each bucket of this rank's own gradient, if the communication thread looks."""
     norms: list[float | None] = field(default_factory=list)
     """Norms of the parts of the mean; None for those that are not finite."""
-    factors: list[Factors] = field(default_factory=list)
-    """Factors of the gradients of the bucket that is exchanged by factors."""
+    parts: Sequence[Any] = ()
+    """What hooks have kept of the gradients of the bucket that is gathered."""
     gathered_bytes: int = 0
     """Bytes that this rank has sent to gather what gradients are made of."""
 

@@ -19,13 +19,13 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.transport import Group
 from pipesgd.errors import UserInputError, named
 from pipesgd.flat_buffer import FlatBuffer
-from pipesgd.optim.muon import MuonWithAdamW
 from pipesgd.ranks import Ranks, among
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.shards import gathering_modules, is_dtensor, layout, local_gradient, place, ranks_of, sharded_dimensions
 
-OF_WHOLE_MATRICES = (torch.optim.Muon, MuonWithAdamW, torch.optim.Adafactor)
-"""Optimizers whose update of a value depends on others of its matrix, of which a rank may hold a part."""
+OF_WHOLE_MATRICES = (torch.optim.Muon, torch.optim.Adafactor)
+"""torch's optimizers whose update of a value depends on others of its matrix, of which a rank may hold a part. Those
+of our own say so by an attribute ``of_whole_matrices``."""
 WITH_ISLANDS = "with a mesh of islands"
 ALIKE = 1e-3
 """Most by which norms of the same gradient differ between members, relative to it: rounding is far below, and gradients
@@ -54,7 +54,7 @@ class Island:
                 "parallelize_module or fully_shard, before the optimizer is made); got none that is"
             )
         self._check(model, parameters)
-        if isinstance(optimizer, OF_WHOLE_MATRICES):
+        if isinstance(optimizer, OF_WHOLE_MATRICES) or getattr(optimizer, "of_whole_matrices", False):
             raise UserInputError(
                 f"optimizer must update value by value {WITH_ISLANDS}; got {type(optimizer).__name__}, which needs the "
                 f"whole of {_name(model, sharded[0])}"

@@ -16,17 +16,8 @@ Outer(D) = D, that is Local SGD (Stich, ICLR 2019), and with Nesterov momentum D
 larger widths the movements travel while the next windows compute, and each rank expects its own movement in place of
 the mean, at the share c^2 of its length; see ``OwnMovement``.
 
-Elastic averaging (EASGD; Zhang, Choromanska and LeCun, NeurIPS 2015, equations 5 and 6) exchanges differences from the
-outer weights instead, which it calls the centre. Ranks keep their own weights. With moving rate a:
-
-.. math::
-
-    D_i^n &= w^n - \\theta_i^n \\\\
-    s_i^{n+1} &= \\theta_i^n + a D_i^n \\\\
-    w^{n+1} &= w^n - p a \\Big(w^n - \\frac 1 p \\sum_i \\theta_i^{n-K+1}\\Big)
-
-Every rank has a copy of the centre, bit-identical, so there is no server. At width 1 that is the paper's synchronous
-form. At larger widths the centre follows the ranks' weights of K-1 windows before (``Elastic``).
+Elastic averaging (EASGD) exchanges differences from the outer weights instead, which it calls the centre, and ranks
+keep their own weights; see ``pipesgd.systems.windows.elastic``.
 """
 
 from __future__ import annotations
@@ -35,7 +26,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -44,53 +34,39 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from pipesgd.checks import check_timeout
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
-from pipesgd.config import DEFAULT_TIMEOUT
-from pipesgd.errors import RunError, UserInputError, named
-from pipesgd.flat_buffer import are_finite, check_shapes
+from pipesgd.config import check_left_to_windows, check_whole
+from pipesgd.errors import UserInputError
+from pipesgd.flat_buffer import check_shapes
+from pipesgd.guests import guest
 from pipesgd.nested import loadable
 from pipesgd.optim.clipping import Clipping
-from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
 from pipesgd.optim.step import OwnSteps, SynchronousUpdate, check_not_schedule_free, set_aside_gradients
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.prediction import (
     Agreement,
     OwnGradients,
-    Prediction,
-    Unapplied,
-    compare,
     share_memory,
 )
-from pipesgd.pipeline.sameness import check_same_settings, describe_parameters, optimizer_settings
+from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
 from pipesgd.pipeline.window import Window
-from pipesgd.pipeline_config import (
-    check_fragments,
-    check_local_steps,
-    check_moving_rate,
+from pipesgd.ranks import Ranks, given_ranks
+from pipesgd.sections import (
+    DEFAULT_TIMEOUT,
+    Updates,
+    Windows,
+    Wire,
     check_parts,
     check_width,
-    moving_rate_for,
 )
-from pipesgd.ranks import Ranks, given_ranks
-from pipesgd.replicas import nonfinite_ranks
-from pipesgd.strategy import Comparison, Span, StepReport, Strategy
+from pipesgd.strategy import Comparison, StepReport, Strategy
 
 AVERAGE_LR, LATE_AVERAGE_LR, NESTEROV_LR, NESTEROV_MOMENTUM = 1.0, 0.8, 0.7, 0.9
 """Defaults of the outer optimizer: the mean of the ranks' weights at width 1, a little less of a mean movement that is
 late, which is more accurate (experiments/LOG.md), and DiLoCo's values."""
-
-
-def moving_rate_of(outer: str, moving_rate: float | None, ranks: int) -> float | None:
-    """Return the moving rate of each of this many ``ranks``, or None unless ``outer`` is elastic."""
-    if outer != "elastic":
-        return None
-    rate = moving_rate_for(moving_rate, ranks)
-    check_moving_rate(rate, ranks)
-    return rate
 
 
 def outer_optimizer(
@@ -141,41 +117,16 @@ class OwnMovement(OwnGradients):
             torch._foreach_mul_(guess, max(agreement.cosine, 0.0) ** 2)
 
 
-@final
-class Elastic(Prediction):
-    """Differences from the centre of elastic averaging: they predict nothing, since ranks keep their own weights.
+class _InTurns(Pipelined):
+    """A pipeline of fragments, of which each exchange sums one."""
 
-    A difference was taken from the centre as it was when its window ended. By the time the mean of the differences
-    arrives, the centre may have moved, and the mean is corrected by as much. So at any width the centre moves by a
-    share of its way to a mean of weights, and never beyond it, as it would by late differences.
-
-    The comparison with the mean is how far ranks drift apart.
-    """
-
-    keeps_gradients = True
-    at_width_1 = True
-
-    def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
-        own = [difference for difference in local if difference is not None]  # which windows have of all parameters
-        return [*own, *(centre.clone() for centre in self.weights.true)]
-
-    def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
-        if not kept or any(tensor.is_complex() for tensor in kept):
-            return None
-        return compare(mean, kept[: len(mean)])
-
-    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        moved = torch._foreach_sub([parameter.data for parameter in self._parameters], list(kept[len(mean) :]))
-        torch._foreach_add_(list(mean), moved)
-
-    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
-        return
+    _in_turns = True
 
 
 class LocalSteps(Strategy):
     """Local steps: each rank trains by itself for H iterations, a window, before the ranks exchange their movements.
 
-    A movement is how far a window has moved a rank's weights. With ``outer="average"`` this is Local SGD (Stich, ICLR
+    A movement is how far a window has moved a rank's weights. With outer "average" this is Local SGD (Stich, ICLR
     2019), with "nesterov" DiLoCo (Douillard et al., 2023), and with "elastic" EASGD (Zhang, Choromanska and LeCun,
     NeurIPS 2015), all of them pipelined at ``width`` 2 and more. docs/semantics.md has the equations.
 
@@ -202,32 +153,27 @@ class LocalSteps(Strategy):
         model: the module whose parameters ``optimizer`` updates, on one device. It must not be in
             DistributedDataParallel, which exchanges gradients, too; for that there is ``pipesgd.ddp``.
         optimizer: any ``torch.optim.Optimizer``. Schedules change its learning rate in every iteration.
-        local_steps: iterations between exchanges, H.
-        outer: how windows are applied: "average" or "nesterov" (mean movements), or "elastic" (mean differences from
-            the centre).
-        outer_lr: learning rate of the outer optimizer; by default 0.7 for "nesterov", and for "average" 0.8 or, at
-            width 1, 1, which gives all ranks the mean of their weights.
-        outer_momentum: momentum of "nesterov", 0.9 by default.
-        moving_rate: share of its way to the centre that a rank is pulled after each window with "elastic"; by default
-            0.9 / p for p ranks, and at most 1 / p. The centre moves by p times as large a share of its way to the
-            ranks' mean.
-        average_state: whether all ranks also get the mean of the state of their optimizers, such as momentum, whenever
-            they get that of their weights; at width 1. It is the tensors shaped like their parameters that a first step
-            makes. A rank that has not stepped with a parameter yet has the state of a gradient of zero.
-        fragments: parts of the weights, of about equal size, that are exchanged in turns, those of the last layers
-            first; at most as many as parameters, with "average", and neither topk nor powersgd.
+        windows: length of the windows and their outer optimizer (``pipesgd.Windows``): "average" or "nesterov" apply
+            mean movements, and "elastic" mean differences from the centre, which moves by p times the moving rate of
+            its way to the ranks' mean.
+
+            With ``average_state`` all ranks also get the mean of the tensors in the state of their optimizers, such as
+            momentum, that are shaped like their parameters and that a first step makes. A rank that has not stepped
+            with a parameter yet has the state of a gradient of zero.
+
+            ``fragments`` are parts of about equal size, those of the last layers first; at most as many as parameters,
+            with "average", and neither topk nor powersgd.
         width: windows in flight, K.
-        warmup_iterations: first iterations that are exchanged one by one, at width 1.
-        clip_norm: largest norm of this rank's own gradient.
-        clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
-        scaler: loss scaler for float16, of these local steps alone, as in ``Pipelined``; each rank's scale is its own.
         codec: encoding of movements, as in ``Pipelined``; with "elastic", one that keeps no residual.
-        on_nonfinite: "stop" or "skip", for this rank's own gradients and for mean movements.
-        timeout: seconds that a rank waits for another one, as in ``Pipelined``.
+        wire: how movements travel (``pipesgd.Wire``), without ``buckets`` and ``reduce``.
+        updates: ``clip_norm`` and ``clip_value`` are about this rank's own gradient, ``on_nonfinite`` about that and
+            mean movements, and the first ``warmup_iterations`` are exchanged one by one, at width 1. ``prediction`` and
+            ``guard`` are left out.
+        scaler: loss scaler for float16, of these local steps alone, as in ``Pipelined``; each rank's scale is its own.
+        seed: seed of random numbers, as in ``Pipelined``.
+        init_sync: whether all ranks get rank 0's parameters and buffers, as in ``Pipelined``.
         ranks: the ranks to work with, as in ``Pipelined``.
         process_group: the group whose ranks these are, as in ``Pipelined``.
-        options: further arguments of ``Pipelined``, except ``prediction``, ``guard``, ``buckets``, ``reduce``,
-            ``in_turns`` and ``mesh``.
 
     Raises:
         UserInputError: a value out of range, an optimizer without a parameter to train, parameters that share memory,
@@ -236,7 +182,7 @@ class LocalSteps(Strategy):
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with LocalSteps(model, optimizer, local_steps=2, width=1) as strategy:
+        >>> with LocalSteps(model, optimizer, Windows(local_steps=2), width=1) as strategy:
         ...     for _ in range(3):
         ...         model(torch.ones(4, 2)).sum().backward()
         ...         print(strategy.step().applied)
@@ -251,75 +197,52 @@ class LocalSteps(Strategy):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        windows: Windows,
         *,
-        local_steps: int,
-        outer: str = "average",
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        moving_rate: float | None = None,
-        average_state: bool = False,
-        fragments: int = 1,
         width: int = 2,
-        warmup_iterations: int = 0,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        scaler: torch.amp.GradScaler | None = None,
         codec: str | CodecOptions | OwnCodec = "fp32",
-        on_nonfinite: str = "stop",
-        timeout: float | None = DEFAULT_TIMEOUT,
+        wire: Wire | None = None,
+        updates: Updates | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
+        init_sync: bool = True,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
-        **options: Any,
     ):
-        for name in ("prediction", "guard", "buckets", "reduce", "in_turns", "mesh"):
-            if name in options:
-                raise UserInputError(f"{name} must be left out with local steps; got {options[name]!r}")
-        check_local_steps(
-            local_steps,
-            outer,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            moving_rate=moving_rate,
-            average_state=average_state,
-            fragments=fragments,
-            width=width,
-        )
-        check_width(width, warmup_iterations)
+        wire, updates = wire or Wire(), updates or Updates()
+        outer, fragments = windows.outer or "average", windows.fragments
+        check_width(width)
+        windows.check_used(width)
+        check_left_to_windows(wire, updates)
         check_not_schedule_free(optimizer)
-        check_timeout(timeout)
         chosen_codec = codec_options(codec)
-        check_fragments(fragments, chosen_codec.codec)
+        check_whole(wire, windows, chosen_codec.codec)
         chosen_codec.check_outer(outer)
-        clip = Clipping(norm=clip_norm, value=clip_value)
+        clip = Clipping(norm=updates.clip_norm, value=updates.clip_value)
         self.module = model
         """Model that is trained."""
         self.replicated = True
         self.owns_optimizer = True
         self._optimizer = optimizer
-        self._local_steps = local_steps
+        self._local_steps = windows.local_steps
         self._fragments = fragments
-        self._warmup_iterations = warmup_iterations
-        self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
+        self._warmup_iterations = updates.warmup_iterations
+        self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=updates.on_nonfinite)
         check_parts(fragments, len(self._inner.parameters))
         if share_memory(self._inner.parameters):
             raise UserInputError(
                 "parameters must not share memory with local steps (tie them by assigning the Parameter itself, "
                 "b.weight = a.weight); got some that do"
             )
-        self._averaged = _tensors_of_state(optimizer, self._inner.parameters) if average_state else []
-        """Tensors of the optimizer's state that are averaged, as parameters and names, alike on all ranks."""
-        self._average_due = False
-        """True from the exchange of a window until the state that belongs to it is averaged."""
-        if fragments > 1:
-            options |= {"buckets": fragments, "in_turns": True}
-        self._ranks = given_ranks(ranks, process_group, timeout)
-        pull = moving_rate_of(outer, moving_rate, self._ranks.world_size)
-        lr = outer_lr if pull is None else self._ranks.world_size * pull
-        self._outer = outer_optimizer(self._inner.parameters, outer, lr, outer_momentum, width=width)
+        self._averages = guest("average state")(optimizer, self._inner.parameters) if windows.average_state else None
+        self._ranks = given_ranks(ranks, process_group, DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout)
+        elastic = guest("elastic")(windows.moving_rate, self._ranks.world_size) if outer == "elastic" else None
+        lr = windows.outer_lr if elastic is None else elastic.lr
+        self._outer = outer_optimizer(self._inner.parameters, outer, lr, windows.outer_momentum, width=width)
         [group] = self._outer.param_groups
         self._settings = {
             "outer": outer,
-            "moving-rate": pull,
+            "moving-rate": None if elastic is None else elastic.moving_rate,
             "outer-lr": group["lr"],
             "outer-momentum": group["momentum"],
         }
@@ -327,32 +250,36 @@ class LocalSteps(Strategy):
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
         own = {
-            "local_steps": local_steps,
-            "average_state": average_state,
-            "clip_norm": clip_norm,
-            "clip_value": clip_value,
+            "local_steps": windows.local_steps,
+            "average_state": windows.average_state,
+            "clip_norm": updates.clip_norm,
+            "clip_value": updates.clip_value,
         }
-        described = describe_parameters(model, [parameter for parameter, _ in self._averaged])
-        names = [f"{name} of {of}" for of, (_, name) in zip(described, self._averaged, strict=True)]
+        names = [] if self._averages is None else self._averages.names(model)
         check_same_settings(self._ranks, own | optimizer_settings(optimizer), {"averaged state": names})
         self._inner.loss_scale.take()
         try:
-            self._pipeline = Pipelined(
+            kind = Pipelined if fragments == 1 else _InTurns
+            self._pipeline = kind(
                 model,
                 self._outer,
                 width=width,
-                warmup_iterations=warmup_iterations,
-                prediction=OwnMovement if pull is None else Elastic,
                 codec=chosen_codec,
-                on_nonfinite=on_nonfinite,
-                timeout=timeout,
+                wire=dataclasses.replace(wire, buckets=fragments),
+                updates=Updates(
+                    prediction=OwnMovement if elastic is None else elastic.prediction,
+                    warmup_iterations=updates.warmup_iterations,
+                    on_nonfinite=updates.on_nonfinite,
+                ),
+                seed=seed,
+                init_sync=init_sync,
                 ranks=self._ranks,
-                **options,
             )
         except BaseException:
             self._inner.loss_scale.leave()
             raise
-        self._window = Window(self._inner.parameters, lambda: self._pipeline.weights, pull)
+        window = Window if elastic is None else elastic.window
+        self._window: Window = window(self._inner.parameters, lambda: self._pipeline.weights)
         self._own_steps = OwnSteps(optimizer)
         self._own_steps.refuse_others()
 
@@ -432,7 +359,7 @@ class LocalSteps(Strategy):
             "optimizer": loadable(copy.deepcopy(self._optimizer.state_dict())),
             "loss_scale": self._inner.loss_scale.state_dict(),
             "window": self._window.state_dict(),
-            "average_due": self._average_due,
+            "average_due": self._averages is not None and self._averages.due,
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -475,7 +402,8 @@ class LocalSteps(Strategy):
         self._inner.loss_scale.load_state_dict(state["loss_scale"])
         self._pipeline.load_checked(state["pipeline"])
         self._window.load_state_dict(state["window"])
-        self._average_due = bool(self._averaged) and state["average_due"]
+        if self._averages is not None:
+            self._averages.due = state["average_due"]
 
     def fail(self, error: BaseException) -> None:
         """End every wait at once with ``error``, such as a failure of another rank. Thread-safe."""
@@ -517,41 +445,16 @@ class LocalSteps(Strategy):
         with self._pipeline.whole(f"the movement that ends with iteration {self.iteration - 1}"):
             self._pipeline.iteration -= 1  # a window bears the number of its last iteration
             self._window.end(self._pipeline.next_summed)
-            self._average_due = bool(self._averaged)
+            if self._averages is not None:
+                self._averages.due = True
             report = self._pipeline.exchange()
         report = report.followed_by(self._average())
         self._window.begin()
         return report
 
     def _average(self) -> StepReport:
-        """Give all ranks the mean of the state of their optimizers, if it is due: after an interruption, later.
-
-        A parameter that this rank has not stepped with yet gets the state that a step with a gradient of zero makes.
-
-        Raises:
-            RunError: the mean is not finite, on every rank alike. Each rank keeps its own state.
-        """
-        if not self._average_due:
-            return StepReport()
-        iteration, begin = self.iteration - 1, time.perf_counter()
-        state = self._optimizer.state
-        new = list({id(of): of for of, name in self._averaged if state.get(of, {}).get(name) is None}.values())
-        with self._pipeline.whole(f"the averages that end with iteration {iteration}"):
-            self._average_due = False
-            if new:
-                state.update(zip(new, state_of_a_zero_gradient(self._optimizer, new), strict=True))
-            averaged = [state[of][name] for of, name in self._averaged]
-            nbytes, finite = self._pipeline.average(averaged)
-            culprits = [] if finite else nonfinite_ranks(self._ranks, "states", are_finite(averaged))
-        if not finite:
-            got = f"a NaN or an infinity from {named(culprits)}" if culprits else "finite ones, whose sum overflows"
-            raise RunError(
-                f"averaged states of optimizers must be finite; got {got}, after iteration {iteration}: lower --lr, or "
-                "use --clip-norm"
-            )
-        end = time.perf_counter()
-        spans = (Span("communication", iteration, begin, end), Span("wait", iteration, begin, end))
-        return StepReport(spans=spans, wire_bytes=nbytes)
+        """Average the state of the ranks' optimizers, if that is asked for and due: after an interruption, later."""
+        return StepReport() if self._averages is None else self._averages.average(self._pipeline, self._ranks)
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Iterator[None]:
@@ -561,30 +464,3 @@ class LocalSteps(Strategy):
             self._error = error
             raise
         self._error = None
-
-
-def _tensors_of_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[tuple[Tensor, str]]:
-    """Return parameter and name of each tensor that is shaped like its parameter in the state after a first step.
-
-    Raises:
-        UserInputError: there is none, or the optimizer cannot be copied to see what a step makes.
-    """
-    kind = type(optimizer).__name__
-    try:
-        states = state_of_a_zero_gradient(optimizer, parameters)
-    except Exception as failure:  # an optimizer of the user's own may raise anything
-        raise UserInputError(
-            f"average-state must be left out with an optimizer that a copy cannot try; got {kind}: "
-            f"{failure.__cause__ or failure}"
-        ) from failure
-    found = [
-        (parameter, name)
-        for parameter, state in zip(parameters, states, strict=True)
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
-    ]
-    if not found:
-        raise UserInputError(
-            f"average-state must be left out with an optimizer that has no such state as momentum; got {kind}"
-        )
-    return found

@@ -11,9 +11,8 @@ from torch import Tensor
 from pipesgd.flat_buffer import BucketedBuffer, make_dense, pack_gradients
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.pipeline.cut import Cut
-from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.in_flight import Outgoing
-from pipesgd.reducers.base import as_real
+from pipesgd.reducers.base import Hooks, as_real
 from pipesgd.strategy import Span
 
 
@@ -27,8 +26,8 @@ class Packing:
 
     def __init__(self, cut: Cut, loss_scale: LossScale | None):
         self._loss_scale = loss_scale
-        self.factor_hooks: FactorHooks | None = None
-        """Hooks that keep the factors of the gradients that are exchanged by factors; None if none are."""
+        self.hooks: dict[str, Hooks] = {}
+        """Hooks that keep what gathered gradients are made of, by the exchange that needs some."""
         self.left_out: Sequence[Tensor] = ()
         """Values that the next gradient gets in addition, for each of its flat tensors; none adds nothing."""
         self._cut = cut
@@ -75,8 +74,8 @@ class Packing:
             make_dense(parameters)
         if self._loss_scale is not None:
             outgoing.scale = self._loss_scale.divide(parameters)
-        if how == "factors" and self.factor_hooks is not None:
-            outgoing.factors = [self.factor_hooks.look(parameter) for parameter in parameters]
+        if how in self.hooks:
+            outgoing.parts = [self.hooks[how].look(parameter) for parameter in parameters]
         for index, gradient in zip(indices, pack_gradients(parameters, bucket), strict=True):
             outgoing.local[index] = gradient
         for flat, left_out in zip(bucket.flats, self.left_out[bucket.first :], strict=False):

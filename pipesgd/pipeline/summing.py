@@ -20,7 +20,6 @@ from pipesgd.pipeline.in_flight import Outgoing, Reduction
 from pipesgd.pipeline.islands import Island
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Undo, as_real, mean_over_ranks
-from pipesgd.reducers.factors import FactorsReducer
 from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
 from pipesgd.replicas import sum_buffer
 from pipesgd.strategy import Comparison, Span
@@ -153,9 +152,9 @@ class Summing:
             outgoing.norms.append(finite_norm(part))
 
         gathering = self._gathering.get(exchange)
-        if isinstance(gathering, FactorsReducer):
-            gathering.factors, outgoing.factors = outgoing.factors, []  # which the gradient in flight would keep
-        elif gathering is None and self._undo is not None:
+        if gathering is not None:
+            gathering.parts, outgoing.parts = outgoing.parts, ()  # which the gradient in flight would keep
+        elif self._undo is not None:
             self._undo.keep(number, self.reducer.state(bucket))
         world_size = self._ranks.world_size
         mean_over_ranks(gathering or self.reducer, bucket, outgoing.iteration, world_size, look)

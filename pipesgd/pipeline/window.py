@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pipesgd.flat_buffer import are_finite, give_gradients
+from pipesgd.flat_buffer import give_gradients
 from pipesgd.pipeline.prediction import SwappedWeights
 
 T = TypeVar("T")
@@ -21,15 +21,11 @@ class Window:
         parameters: the parameters that the rank's own optimizer updates.
         weights: returns their weights: the true ones are those of the outer optimizer, and a window changes the
             others.
-        moving_rate: that of this rank with elastic averaging; None exchanges movements.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], weights: Callable[[], SwappedWeights], moving_rate: float | None = None
-    ):
+    def __init__(self, parameters: Sequence[Tensor], weights: Callable[[], SwappedWeights]):
         self._parameters = parameters
         self._weights = weights
-        self._moving_rate = moving_rate
         self._start: list[Tensor] = []
         """Weights at the start of the window; empty before it."""
         self._left: dict[int, Tensor] = {}
@@ -71,28 +67,22 @@ class Window:
         self._since = [steps + 1 for steps in self._since]
 
     def end(self, exchanged: Sequence[int]) -> None:
-        """Make what is exchanged the parameters' ``.grad``: the movement, or the centre minus the rank's own weights.
-
-        The next step begins another window.
+        """Make what is exchanged the parameters' ``.grad``. The next step begins another window.
 
         Args:
             exchanged: numbers of the parameters whose movements are exchanged.
         """
         self.work()
-        now = [parameter.data for parameter in self._parameters]
-        if self._moving_rate is None:
-            torch._foreach_sub_(self._start, now)
-            self._left, self._start = dict(enumerate(self._start)), []
-            moved = {number: self._left.pop(number) for number in exchanged}
-            give_gradients(self._parameters, [moved.get(number) for number in range(len(now))])
-        else:
-            differences = list(torch._foreach_sub(self._weights().true, now))
-            self._start = list(torch._foreach_add(now, differences, alpha=self._moving_rate))
-            if not are_finite(self._start):  # nor is the mean, and no later one would be: begin at the centre again
-                self._start = []
-            give_gradients(self._parameters, differences)
+        self._take_exchanged(exchanged, [parameter.data for parameter in self._parameters])
         for number in exchanged:
             self._since[number] = 0
+
+    def _take_exchanged(self, exchanged: Sequence[int], now: Sequence[Tensor]) -> None:
+        """Make the movements to the weights ``now`` the ``.grad`` of the parameters that are ``exchanged``."""
+        torch._foreach_sub_(self._start, list(now))
+        self._left, self._start = dict(enumerate(self._start)), []
+        moved = {number: self._left.pop(number) for number in exchanged}
+        give_gradients(self._parameters, [moved.get(number) for number in range(len(now))])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of steps, and copies of the weights at the start and now if there are any."""

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,9 @@ from pipesgd.data import ShardedBatches
 from pipesgd.flat_buffer import FlatBuffer, make_dense, pack_gradients
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.pipeline.exchanges import Exchanges, Reduce
-from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.factors import FactorsReducer
-from pipesgd.reducers.make import GATHERING
-from pipesgd.reducers.rows import rows_of
+from pipesgd.reducers.base import Hooks
+from pipesgd.reducers.make import GATHERING, gathering
 from pipesgd.run.forward_backward import forward_backward
 from timing_model.params import Parts
 
@@ -50,8 +49,11 @@ class FirstGradients:
         )
         self._loss_scale = LossScale(scaler, self.parameters)
         self.exchanges = Exchanges(model, reduce)
-        by_factors = [one for one in self.parameters if self.exchanges.of(one) == "factors"]
-        self._hooks = FactorHooks(model, by_factors, self._loss_scale)
+        self._hooks: dict[str, Hooks] = {}
+        for kind in self.exchanges.gathered:
+            weights = [one for one in self.parameters if self.exchanges.of(one) == kind]
+            if (hooks := gathering(kind).hooks(model, weights, self._loss_scale)) is not None:
+                self._hooks[kind] = hooks
         never_steps = Local(model, torch.optim.SGD(self.parameters, lr=0.0))
         with closing(batches.from_iteration(0)) as samples:
             forward_backward(never_steps, samples, config, scaler, 0)
@@ -62,7 +64,10 @@ class FirstGradients:
         kind, gradient = self.exchanges.of(parameter), parameter.grad
         if gradient is None or kind == "matrix":
             return 0
-        return len(rows_of(gradient.to_dense())) if kind == "rows" else len(self._hooks.look(parameter))
+        return gathering(kind).pieces(gradient, self._kept(kind, parameter))
+
+    def _kept(self, kind: str, parameter: Tensor) -> Any:
+        return self._hooks[kind].look(parameter) if kind in self._hooks else None
 
     def seconds(self, kind: str, numbers: list[int], ranks: Ranks) -> tuple[float, int]:
         """Return the time of a sum of these parameters' gradients without a network, and how often it gathers.
@@ -72,17 +77,16 @@ class FirstGradients:
         parameters = [self.parameters[number] for number in numbers]
         make_dense(parameters)
         self._loss_scale.divide(parameters)
-        factors = [self._hooks.look(one) for one in parameters] if kind == "factors" else []
+        parts = [self._kept(kind, one) for one in parameters]
         gradients, buffer = FlatBuffer(parameters), FlatBuffer(parameters)
         pack_gradients(parameters, gradients)
         gather = _Own(ranks.rank, ranks.world_size)
-        reducer = GATHERING[kind](gather, rank=ranks.rank, world_size=ranks.world_size)
+        reducer = gathering(kind)(gather, rank=ranks.rank, world_size=ranks.world_size)
         times = []
         for _ in range(1 + ROUNDS):
             buffer.fill_from(gradients.views)
             gather.calls = 0
-            if isinstance(reducer, FactorsReducer):
-                reducer.factors = factors
+            reducer.parts = parts
             begin = time.perf_counter()
             reducer.sum(buffer, 0)
             times.append(time.perf_counter() - begin)
@@ -140,5 +144,5 @@ def _parts(own: FirstGradients, kind: str, most: Mapping[int, int], ranks: Ranks
     """Return the parts of the gradients with these numbers of pieces on the rank with the most. Collective."""
     timed = ranks.raise_together("sums of gradients", functools.partial(own.seconds, kind, list(most), ranks))
     seconds, messages = zip(*ranks.all_gather_object("seconds of the sums", timed), strict=True)
-    nbytes = sum(GATHERING[kind].part_bytes(count, own.parameters[number]) for number, count in most.items())
+    nbytes = sum(gathering(kind).part_bytes(count, own.parameters[number]) for number, count in most.items())
     return Parts(tensors=tuple(most), nbytes=float(nbytes), messages=max(messages), work=max(seconds))

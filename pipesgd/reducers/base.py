@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipesgd.comm.all_reduce import Finish, no_op
+from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer, check_sizes, sizes_of_flats, take_mean, take_shares
+from pipesgd.optim.loss_scale import LossScale
 
 
 class Sum(Protocol):
@@ -52,6 +53,48 @@ class Reducer(Sum, Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict`` of this rank that ``check_state`` accepts."""
+
+
+class Hooks(Protocol):
+    """Hooks that keep what the gradients of some weights are made of, from the backward pass until it is forgotten."""
+
+    def look(self, weight: Tensor) -> Any:
+        """Return what the gradient in the ``.grad`` of ``weight`` is made of."""
+
+    def forget(self) -> None:
+        """Drop all that is kept. No backward pass may be running."""
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+
+
+class Gathering(Sum, Protocol):
+    """A sum of matrices that gathers what each rank's matrices are made of, and so knows its bytes only afterwards."""
+
+    eligible: ClassVar[str]
+    """Words for the layers whose weights can be exchanged like this."""
+    parts: Sequence[Any]
+    """What ``hooks`` have kept of this rank's gradients in the next ``sum``, in the order of its buffer's matrices."""
+    bytes_sent: int
+    """Bytes that this rank has sent in the last ``sum``."""
+
+    def __init__(self, all_gather: AllReduce, *, rank: int, world_size: int): ...
+
+    @staticmethod
+    def weights(model: nn.Module) -> list[Tensor]:
+        """Return the model's weights whose gradients can be exchanged like this."""
+
+    @staticmethod
+    def hooks(model: nn.Module, weights: Sequence[Tensor], loss_scale: LossScale | None) -> Hooks | None:
+        """Return hooks that keep what gradients of these ``weights`` are made of; None if gradients say it alone."""
+
+    @staticmethod
+    def pieces(gradient: Tensor, kept: Any) -> int:
+        """Return the number of pieces of a gradient, of which ``hooks`` have ``kept`` this."""
+
+    @staticmethod
+    def part_bytes(count: int, matrix: Tensor) -> int:
+        """Return the bytes of one rank's part of a matrix if the rank with the most has ``count`` pieces of it."""
 
 
 def mean_over_ranks(

@@ -15,15 +15,13 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import try_codec
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import UserInputError
+from pipesgd.guests import guest
 from pipesgd.ranks import Ranks, check_same
-from pipesgd.reducers.base import Reducer
+from pipesgd.reducers.base import Gathering, Reducer
 from pipesgd.reducers.dense import DenseReducer
-from pipesgd.reducers.factors import FactorsReducer
-from pipesgd.reducers.gathering import GatheringReducer
-from pipesgd.reducers.rows import RowsReducer
 
-GATHERING: dict[str, type[GatheringReducer]] = {"factors": FactorsReducer, "rows": RowsReducer}
-"""Reducers that gather what gradients are made of, by name, in the order in which their buckets leave."""
+GATHERING = ("factors", "rows")
+"""Names of the guests that gather what gradients are made of, in the order in which their buckets leave."""
 
 COMPILE_SECONDS = 900.0
 """Seconds that ranks wait for one that compiles a codec's loops for the first time, on a busy machine."""
@@ -38,10 +36,7 @@ def check_reducer(
         raise UserInputError("optimizer must take dense gradients, as means over ranks are; got SparseAdam")
     check_momentum(options, optimizer)
     if options.codec == "topk":
-        from pipesgd.reducers.topk import count_of
-
-        for dtype in {parameter.dtype for parameter in parameters}:
-            count_of(sum(p.numel() * (1 + p.is_complex()) for p in parameters if p.dtype == dtype), options.density)
+        guest("topk").check(parameters)
 
 
 def check_momentum(options: CodecOptions, optimizer: torch.optim.Optimizer) -> None:
@@ -57,9 +52,7 @@ def make_reducer(options: CodecOptions, connections: Connections, *, device: str
     """Return the reducer that sums gradients on ``device`` ("cpu" or "cuda") over ``connections``."""
     ranks = connections.ranks
     if options.codec == "topk":
-        from pipesgd.reducers.topk import TopKReducer
-
-        return TopKReducer(
+        top_k: Reducer = guest("topk")(
             connections.all_gather(),
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -67,6 +60,7 @@ def make_reducer(options: CodecOptions, connections: Connections, *, device: str
             density_warmup=options.density_warmup,
             momentum=options.momentum_correction,
         )
+        return top_k
     if options.codec == "powersgd":
         from pipesgd.reducers.powersgd import PowerSgdReducer
 
@@ -87,18 +81,24 @@ def dense_reducer(options: CodecOptions, codec: Codec, connections: Connections,
 
 
 def check_eligible(reduce: str, model: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Raise ``UserInputError`` if ``reduce`` names a reducer of ``GATHERING`` for which no trained parameter is fit."""
+    """Raise ``UserInputError`` if ``reduce`` is one of ``GATHERING`` for which no trained parameter is fit."""
     if reduce not in GATHERING:
         return
-    known = set(map(id, GATHERING[reduce].weights(model)))
+    known = set(map(id, gathering(reduce).weights(model)))
     if not any(id(parameter) in known for parameter in parameters):
-        raise UserInputError(f"reduce must be matrix unless {GATHERING[reduce].eligible}; got {reduce}")
+        raise UserInputError(f"reduce must be matrix unless {gathering(reduce).eligible}; got {reduce}")
 
 
-def make_gathering_reducer(kind: str, connections: Connections) -> GatheringReducer:
-    """Return the reducer of ``GATHERING`` of this name, which gathers over ``connections``."""
+def gathering(kind: str) -> type[Gathering]:
+    """Return the class of the reducer of ``GATHERING`` with this name."""
+    found: type[Gathering] = guest(kind)
+    return found
+
+
+def make_gathering_reducer(kind: str, connections: Connections) -> Gathering:
+    """Return the reducer of ``GATHERING`` with this name, which gathers over ``connections``."""
     ranks = connections.ranks
-    return GATHERING[kind](connections.all_gather(), rank=ranks.rank, world_size=ranks.world_size)
+    return gathering(kind)(connections.all_gather(), rank=ranks.rank, world_size=ranks.world_size)
 
 
 def compiled_codec(options: CodecOptions, ranks: Ranks, device: str) -> Codec:

@@ -25,11 +25,6 @@ _COMPUTATION, _COMMUNICATION = (0, "computation"), (1, "communication")
 _LOADER = "loader "
 
 
-def loader(worker: int) -> str:
-    """Return the name of a loader worker's spans, which have a row of their own."""
-    return f"{_LOADER}{worker}"
-
-
 def _row(what: str) -> tuple[int, str]:
     if what.startswith(_LOADER):
         return int(what.removeprefix(_LOADER)) + 2, what
@@ -45,6 +40,10 @@ class Trace:
 
     def add(self, spans: Iterable[Span]) -> None:
         self._spans.extend(spans)
+
+    def add_loading(self, worker: int, iteration: int, start: float, end: float) -> None:
+        """Add the time in which a loader worker, whose spans have a row of their own, made a batch."""
+        self.add([Span(f"{_LOADER}{worker}", iteration, start, end)])
 
     def write(self, path: Path) -> None:
         """Write the trace on rank 0. All ranks call this together.

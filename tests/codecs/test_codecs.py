@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec
-from pipesgd.codecs.blocks import CLIP_NEAREST, CLIP_STOCHASTIC, Int4, Int8, Qsgd, Sign, Ternary
-from pipesgd.codecs.floats import Bf16, Fp16, Truncate16, Uncompressed
+from pipesgd.codecs.blocks import Int4, Int8
+from pipesgd.codecs.floats import Bf16, Fp16, Uncompressed
+from pipesgd.systems.codecs.qsgd import Qsgd
+from pipesgd.systems.codecs.sign import Sign
+from pipesgd.systems.codecs.ternary import CLIP_NEAREST, CLIP_STOCHASTIC, Ternary
+from pipesgd.systems.codecs.truncate16 import Truncate16
 
 # --- Bytes ------------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec, mixed
-from pipesgd.codecs.blocks import Int4, Int8, Qsgd, Sign, Ternary
-from pipesgd.codecs.floats import Bf16, Fp16, Truncate16
+from pipesgd.codecs.blocks import Int4, Int8
+from pipesgd.codecs.floats import Bf16, Fp16
+from pipesgd.systems.codecs.qsgd import Qsgd
+from pipesgd.systems.codecs.sign import Sign
+from pipesgd.systems.codecs.ternary import Ternary
+from pipesgd.systems.codecs.truncate16 import Truncate16
 
 ROUNDED = [Int8, Int4, Ternary, Qsgd, partial(Qsgd, levels=1), partial(Qsgd, levels=127)]
 

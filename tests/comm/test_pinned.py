@@ -13,7 +13,7 @@ from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.flat_buffer import FlatBuffer
-from pipesgd.reducers.topk import TopKReducer
+from pipesgd.systems.exchanges.topk import TopKReducer
 from timing_model.schedules import gather_ring
 
 WORLD_SIZE = 6

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage, unpack_state
-from pipesgd.baselines.parameter_server.shard import Shard
-from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout
 from pipesgd.comm.own_all_reduce import ranks_per_node
 from pipesgd.errors import PipesgdError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.hyperparameters import as_numbers
 from pipesgd.ranks import Ranks, check_same_options
+from pipesgd.systems.servers.messages import Reply, Request, RequestMessage, unpack_state
+from pipesgd.systems.servers.shard import Shard
+from pipesgd.systems.servers.update_rule import OptimizerRule, ShardLayout
 from tests.fuzzing._cases import Target, absurd_number
 from tests.fuzzing._mutations import NASTY_JSON, damaged
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from _plans import choose, cluster
 from _ranks import run_ranks
+from _sections import sections
 from torch import nn
 
 from pipesgd.cli import parse
 from pipesgd.codecs.make import make_codec
 from pipesgd.data import ShardedBatches
-from pipesgd.pipeline.exchanges import fewest_bytes
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.planning.parts import parts_of_run
 from pipesgd.ranks import Ranks
 from pipesgd.run.workload import load
+from pipesgd.systems.exchanges.fewest_bytes import fewest_bytes
 from timing_model.params import Parts
 
 
@@ -46,7 +47,7 @@ def _first_step(ranks: Ranks, words: str, own: bool) -> dict[str, Any]:
         torch.manual_seed(0)
         model = Words()
     before, state = [one.detach().clone() for one in model.parameters()], torch.get_rng_state()
-    reduce: Any = config.pipeline.reduce
+    reduce: Any = config.wire.reduce
     if reduce == "auto":
         reduce = fewest_bytes(model, 4, make_codec(config.compression), ranks.world_size)
     parts = parts_of_run(config, ranks, model, batches, reduce)
@@ -58,7 +59,7 @@ def _first_step(ranks: Ranks, words: str, own: bool) -> dict[str, Any]:
 
 def _sent(ranks: Ranks, model: nn.Module, batches: ShardedBatches, **options: Any) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Pipelined(model, optimizer, width=1, ranks=ranks, **options) as pipeline:
+    with Pipelined(model, optimizer, width=1, ranks=ranks, **sections(**options)) as pipeline:
         with contextlib.closing(batches.from_iteration(0)) as samples:
             inputs, targets = next(samples)
         nn.functional.cross_entropy(model(inputs), targets).backward()
