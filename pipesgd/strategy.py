@@ -126,7 +126,7 @@ class Strategy(Protocol):
         """
         return nullcontext()
 
-    def combine_buffers(self, how: str) -> None:
+    def combine_buffers(self, how: Buffers) -> None:
         """Set the model's buffers (batch norm's statistics) on every rank to their "average" over ranks or to those of
         "rank-0", or leave each rank its "own"; ``how`` is one of the three."""
 
