@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from torch import nn
 
+from pipesgd.pipeline_config import Buffers
+
 
 @dataclass(frozen=True)
 class Span:
