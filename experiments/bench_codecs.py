@@ -29,18 +29,17 @@ from experiments.paired import interquartile_range, median, paired_ratio, ratio_
 from experiments.results import Row, grouped, save
 from experiments.torch_codecs import TORCH_CODECS
 from pipesgd.codecs.base import Codec
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.ranks import Ranks
 
 CODECS = {
-    **{name: CodecOptions(codec=name) for name in ("truncate16", "bf16", "fp16")},
+    **{name: codec_named(name) for name in ("truncate16", "bf16", "fp16")},
     **{
-        name if rounding == "nearest" else f"{name} stochastic": CodecOptions(codec=name, rounding=rounding)
+        name if rounding == "nearest" else f"{name} stochastic": codec_named(name, rounding=rounding)
         for name in ("int8", "int4", "ternary", "qsgd")
         for rounding in ("nearest", "stochastic")
     },
-    "sign": CodecOptions(codec="sign"),
+    "sign": codec_named("sign"),
 }
 RIVALS = ("eager", "compile")
 OPERATIONS = ("encode", "decode", "hop", "hop, residual")
@@ -130,7 +129,7 @@ def compute(sizes: Sequence[Size], codecs: Sequence[str], rivals: Sequence[str],
         contenders: dict[tuple[str, str], Operation] = {
             (name, operation): function
             for name in codecs
-            for operation, function in own_operations(make_codec(CODECS[name]), buffers).items()
+            for operation, function in own_operations(CODECS[name].make(), buffers).items()
         }
         for name in codecs:
             for how in rivals if name in TORCH_CODECS else ():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd.checks import check_above_zero, check_one_of, check_timeout, refuse
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, kind
 from pipesgd.options import check_options, dashed, option
@@ -248,21 +248,22 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    compression: CodecOptions = field(default_factory=CodecOptions)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         optimization, pipeline, compression = self.optimization, self.pipeline, self.compression
-        strategy, correction, replicas = pipeline.strategy, compression.momentum_correction, self.run.check_replicas
+        codec = compression.described
+        strategy, correction, replicas = pipeline.strategy, codec.own_momentum, self.run.check_replicas
         by_sgd, on_servers = optimization.optimizer == "sgd", strategy in GRADIENT_SERVERS
         corrects = correction > 0 and not pipeline.in_windows  # which have an outer optimizer, whose momentum it is
         if strategy == "pipelined":
-            compression.check_all_reduce(pipeline.all_reduce)
-            compression.check_outer(pipeline.outer or "average")
+            codec.check_all_reduce(pipeline.all_reduce)
+            codec.check_outer(pipeline.outer or "average")
             pipeline.check_codec(compression.codec, self.run.device)
             self._check_late()
-        elif compression != CodecOptions():
+        elif compression != CompressionConfig():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
                 f"belong to pipelined); got --codec {compression.codec}"
@@ -379,9 +380,7 @@ class TrainConfig:
         """Return a short description of what is done with the gradients."""
         if self.pipeline.strategy != "pipelined":
             return self.pipeline.describe()
-        from pipesgd.codecs.own import codec_options  # imports torch, which takes seconds
-
-        return f"{self.pipeline.describe()}, {codec_options(self.compression).describe()}"
+        return f"{self.pipeline.describe()}, {self.compression.chosen().describe()}"
 
 
 def sections_of(config: Any) -> list[Any]:

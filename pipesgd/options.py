@@ -29,6 +29,7 @@ def option(
     choices: Sequence[str] = (),
     kind: Callable[[str], str] | None = None,
     read_by: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    named: str | None = None,
 ) -> Any:
     """Declare a field of a dataclass of options, which ``check_options`` checks.
 
@@ -40,8 +41,10 @@ def option(
         kind: function that returns the choice that a value stands for, if ``module:function`` is one of them, too.
         read_by: by the name of another field, its choices with which this option has an effect; with others, it must be
             left out. By default it always has one.
+        named: name of the option in messages; by default that of the field, with dashes.
     """
     declared = {"at_least": at_least, "above_zero": above_zero, "choices": choices, "kind": kind, "read_by": read_by}
+    declared["named"] = named
     return dataclasses.field(default=default, metadata=declared)
 
 
@@ -54,7 +57,7 @@ def check_options(section: Any) -> None:
 def check_values(section: Any) -> None:
     """Raise ``UserInputError`` unless each declared field of the dataclass ``section`` may have its value."""
     for item, rules, value in _declared(section):
-        name, kind = dashed(item.name), rules["kind"]
+        name, kind = rules["named"] or dashed(item.name), rules["kind"]
         for one in () if value is None else value if isinstance(value, tuple) else (value,):
             if rules["at_least"] is not None:
                 check_at_least(name, one, rules["at_least"])

@@ -107,7 +107,7 @@ def _pipeline_options(config: TrainConfig, scaler: torch.amp.GradScaler, ranks: 
         "clip_norm": config.optimization.clip_norm,
         "clip_value": config.optimization.clip_value,
         "scaler": scaler,
-        "codec": config.compression,
+        "codec": config.compression.chosen(),
         "all_reduce": pipeline.all_reduce,
         "segment_bytes": pipeline.segment_bytes,
         "connections": pipeline.connections,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.cli import parse
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import CodecOptions, Fp32, codec_named
 from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.data import ShardedBatches
 from pipesgd.data.samples import Batch, BatchedDataset
@@ -34,9 +34,9 @@ from pipesgd.systems.exchanges.topk import TopKReducer
 pytestmark = pytest.mark.slow
 
 CODECS = [  # those that work on fake tensors: kernels of the others need a real GPU
-    CodecOptions(),
-    CodecOptions(codec="topk", momentum_correction=0.5),
-    CodecOptions(codec="powersgd"),
+    Fp32(),
+    codec_named("topk", momentum_correction=0.5),
+    codec_named("powersgd"),
 ]
 
 

@@ -135,7 +135,7 @@ def test_nothing_outside_of_the_systems_imports_one() -> None:
 
 def test_every_guest_is_there() -> None:
     for name in HOMES:
-        assert guest(name).__module__.startswith("pipesgd.systems.")
+        assert callable(guest(name)), name
 
 
 @pytest.mark.slow

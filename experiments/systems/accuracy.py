@@ -36,7 +36,8 @@ from experiments.systems.catalogue import HOGWILD, NAME
 from experiments.systems.workloads import NODES, Workload
 from experiments.testbed_jobs import NEVER, run_training
 from pipesgd.cli import parse as parse_training
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.flat import CompressionConfig
+from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.config import TrainConfig
 from pipesgd.errors import RunError
 from pipesgd.pipeline_config import PipelineConfig
@@ -89,8 +90,8 @@ class Curve:
 def is_simulated(config: TrainConfig) -> bool:
     """Return True if simulated ranks train as real ones do, bit for bit: pipelines and windows on a ring."""
     simulated = PipelineConfig(**{name: getattr(config.pipeline, name) for name in SIMULATED_FIELDS})
-    codec = config.compression
-    return config.pipeline == simulated and codec == CodecOptions(codec=codec.codec) and codec.codec in DENSE_CODECS
+    plain = CompressionConfig(codec=config.compression.codec)
+    return config.pipeline == simulated and config.compression == plain and plain.codec in DENSE_CODECS
 
 
 def is_synchronous(config: TrainConfig) -> bool:

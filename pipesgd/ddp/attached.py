@@ -89,7 +89,7 @@ def attach(
         ddp_model: a model in DistributedDataParallel without a communication hook but that of a closed pipeline.
         optimizer: the optimizer of all of its parameters that require a gradient.
         width: iterations in flight, K; 1 is synchronous.
-        codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``.
+        codec: encoding of gradients: a name, ``CodecOptions`` such as ``Int4(block=64)``, or an ``OwnCodec``.
         local_steps: iterations that each rank trains by itself between exchanges, H. None means 1 with another
             option of such windows (``outer``, ``fragments``, ...), and otherwise that every gradient is exchanged.
             For local steps, ``ddp_model`` must be made without ``SyncBatchNorm``, without ``find_unused_parameters``

@@ -57,7 +57,8 @@ def compress(
 
     Args:
         ddp_model: a model in DistributedDataParallel without a communication hook.
-        codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``; all but topk and powersgd.
+        codec: encoding of gradients: a name, ``CodecOptions`` such as ``Int4(block=64)``, or an ``OwnCodec``; all but
+            topk and powersgd.
         all_reduce: the algorithm, by its name on the command line or as a function; see ``pipesgd.Pipelined``.
         timeout: seconds that a rank waits for another one in any one message; None means as long as in operations of
             ``process_group``: half an hour with gloo, unless the group was made with another timeout.

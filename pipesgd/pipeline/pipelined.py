@@ -126,9 +126,9 @@ class Pipelined(Strategy):
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
         scaler: loss scaler for float16, of this pipeline alone; neither its ``step`` nor its ``update`` may be called
             (``pipesgd.optim.loss_scale``). An update whose gradients are not finite is left out then.
-        codec: encoding of gradients: a name, ``CodecOptions`` for more than its defaults, or an
-            ``pipesgd.codecs.base.OwnCodec``. A ``momentum_correction`` replaces the optimizer's momentum, which must be
-            0 then.
+        codec: encoding of gradients: a name, ``CodecOptions`` such as ``Int4(block=64)``, or a
+            ``pipesgd.codecs.base.OwnCodec``. The ``momentum_correction`` of ``TopK`` replaces the optimizer's momentum,
+            which must be 0 then.
         all_reduce: the algorithm, by its name on the command line ("native" is torch's own), or a function of a rank
             and the number of ranks that returns the rank's ``timing_model.schedules.Schedule``.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
@@ -277,7 +277,7 @@ class Pipelined(Strategy):
         """Hooks that let buckets leave during the backward pass; None if none do."""
         self._checks: list[Callable[[], None]] = []
         """Checks before each step that options ask for."""
-        if options.momentum_correction:
+        if options.own_momentum:
             self._checks.append(functools.partial(check_momentum, options, optimizer))
         if self._island is not None:
             self._checks.append(functools.partial(self._island.check_alike, self._parameters))

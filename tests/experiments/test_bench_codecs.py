@@ -27,7 +27,6 @@ from experiments.bench_codecs import (
 from experiments.paired import interleave_here
 from experiments.results import RESULTS, load
 from experiments.torch_codecs import TORCH_CODECS
-from pipesgd.codecs.make import make_codec
 from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow
@@ -39,7 +38,7 @@ TINY = Size(name="cache", numel=4096, calls=2, warm=True, rounds=2)
 @pytest.mark.parametrize("operation", ["decode", "hop"])
 def test_torchs_versions_say_what_ours_say(name: str, operation: str) -> None:
     own, torchs = Buffers(4096), Buffers(4096)
-    operations = (own_operations(make_codec(CODECS[name]), own), torch_operations(name, "eager", torchs))
+    operations = (own_operations(CODECS[name].make(), own), torch_operations(name, "eager", torchs))
     for buffers, some in zip((own, torchs), operations, strict=True):
         buffers.reset()
         some["encode"]()
@@ -56,7 +55,7 @@ def test_torchs_messages_are_as_long_as_ours_and_a_hop_makes_that_of_the_sums(na
     codec, buffers = TORCH_CODECS[name], Buffers(4096)
     scales, payload = codec.message(4096)
     sent = payload.nbytes + (scales.nbytes if name != "bf16" else 0)
-    assert sent == make_codec(CODECS[name]).wire_bytes(4096)
+    assert sent == CODECS[name].make().wire_bytes(4096)
     codec.encode(buffers.values, scales, payload)
     made, again, decoded = codec.message(4096), codec.message(4096), torch.empty(4096)
     codec.decode(scales, payload, decoded)

@@ -18,7 +18,7 @@ from _small_problem import assert_same_weights, regress, small_problem
 from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.errors import DisagreementError, NonFiniteGradientError, RunError, UserInputError
 from pipesgd.pipeline_config import PipelineConfig
 from pipesgd.ranks import Ranks
@@ -961,7 +961,7 @@ def test_windows_of_different_lengths_are_named() -> None:
         ({"outer": "elastic", "codec": "topk"}, "codec must keep no residual with --outer elastic, .*; got topk"),
         ({"outer": "elastic", "codec": "int4"}, "error-feedback must be off .*; got on, the default of int4"),
         (
-            {"outer": "nesterov", "codec": CodecOptions(codec="topk", momentum_correction=0.5)},
+            {"outer": "nesterov", "codec": codec_named("topk", momentum_correction=0.5)},
             "momentum-correction must be 0 with --outer nesterov, whose momentum it would replace; got 0.5",
         ),
         ({"prediction": "local"}, "prediction must be left out with local steps; got 'local'"),

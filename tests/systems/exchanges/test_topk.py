@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
@@ -232,7 +232,7 @@ def test_the_state_of_one_that_has_summed_nothing_is_that_of_the_start() -> None
 
 # --- In a pipeline ----------------------------------------------------------------------------------------------------
 
-OPTIONS = CodecOptions(codec="topk", density=0.05, density_warmup=5, momentum_correction=0.9)
+OPTIONS = codec_named("topk", density=0.05, density_warmup=5, momentum_correction=0.9)
 
 
 def _in_a_pipeline(ranks: Ranks) -> tuple[list[str], str, list[int]]:
