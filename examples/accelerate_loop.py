@@ -23,7 +23,9 @@ def main() -> None:
     batches = DataLoader(train, batch_size=16, shuffle=True)
 
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    pipeline = pipesgd.accelerate.attach(accelerator, model, optimizer, width=2, codec="int4", clip_norm=1.0)
+    pipeline = pipesgd.accelerate.attach(
+        accelerator, model, optimizer, width=2, codec="int4", updates=pipesgd.Updates(clip_norm=1.0)
+    )
     for epoch in range(EPOCHS):
         for inputs, targets in batches:
             optimizer.zero_grad()

@@ -35,9 +35,9 @@ from experiments.testbed import Link, Testbed, parse_rate, rate_name
 from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions, codec_named
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import Connections
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT
 from timing_model.schedules import ALL_REDUCES
 
 ALGORITHMS = tuple(name for name in ALL_REDUCES if name != "hierarchical")

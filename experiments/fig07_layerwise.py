@@ -38,9 +38,9 @@ from experiments.results import REPOSITORY, Row, load, save
 from experiments.style import BLACK, METHODS
 from experiments.testbed import Link, Testbed
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT
 from timing_model.all_reduce import CollectiveTime, all_reduce_time
 from timing_model.iteration import layerwise_iteration_time, pipelined_iteration_time
 from timing_model.params import FLOAT_BYTES, ComputeTimes, LinkParams
@@ -87,8 +87,9 @@ class Cut(Piped):
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, parts: int):
-        super().__init__(model, ranks, width=width, all_reduce="ring")
-        reducer: Any = self._pipeline._summing.reducer
+        super().__init__(model, ranks, width=width)
+        pipeline: Any = self._pipeline
+        reducer = pipeline._summing.reducer
         reducer._all_reduce = InParts(reducer._all_reduce, parts)
 
 

@@ -35,9 +35,9 @@ from experiments.kept_runs import KeptRuns
 from experiments.results import save, sources
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import last_words
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT
 
 STATE = Path("runs/kill_noticed.json")
 """File of the kept runs, below the folder where the command is started, as with pipesgd.train."""

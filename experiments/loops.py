@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 
-from pipesgd import LocalSteps, Pipelined
+from pipesgd import LocalSteps, Pipelined, Windows
 from pipesgd.ddp import AttachedPipeline
 from pipesgd.ranks import Ranks
 
@@ -77,8 +76,11 @@ class Piped:
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, local_steps: int = 1, **options: Any):
         self.model = model
-        kind: Any = Pipelined if local_steps == 1 else partial(LocalSteps, local_steps=local_steps)
-        self._pipeline = kind(model, sgd(model), ranks=ranks, **options)
+        self._pipeline: Pipelined | LocalSteps
+        if local_steps == 1:
+            self._pipeline = Pipelined(model, sgd(model), ranks=ranks, **options)
+        else:
+            self._pipeline = LocalSteps(model, sgd(model), Windows(local_steps=local_steps), ranks=ranks, **options)
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         cross_entropy(self.model(images), labels).backward()

@@ -34,10 +34,10 @@ from experiments.results import Panels, Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
 from pipesgd.codecs.options import codec_named
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,22 +28,22 @@ def check_simulated(config: TrainConfig, late: Sequence[str] | None) -> None:
         config: the training.
         late: layers whose gradients alone are late, as ``--late`` names them; None if all are.
     """
-    used = {*DATA_AND_MODEL, *OPTIMIZATION, *OTHERS, *(OF_WINDOWS if config.pipeline.in_windows else OF_GRADIENTS)}
+    used = {*DATA_AND_MODEL, *OPTIMIZATION, *OTHERS, *(OF_WINDOWS if config.in_windows else OF_GRADIENTS)}
     defaults = TrainConfig().options()
     for name, value in config.options().items():
         if name in config.planning.auto or (value != defaults[name] and name not in used):
             raise UserInputError(f"{name} must be left out on simulated ranks, which do not follow it; got {value}")
     if config.optimization.iterations is None:
         raise UserInputError("iterations must be given for simulated ranks; got none")
-    codec, every, window = config.compression.codec, config.run.evaluate_iterations, config.pipeline.local_steps
+    codec, every, window = config.compression.codec, config.run.evaluate_iterations, config.windows.local_steps
     if codec not in DENSE_CODECS or config.compression.described.stochastic:
         raise UserInputError(f"codec must be dense and round to nearest on simulated ranks; got {codec}")
     if every and every % window:
         raise UserInputError(f"evaluate-iterations must be a multiple of --local-steps {window} here; got {every}")
-    if late is not None and config.pipeline.in_windows:
+    if late is not None and config.in_windows:
         raise UserInputError(f"late must be left out with windows, which are late as a whole; got {','.join(late)}")
-    if late is not None and config.optimization.clip_norm is not None:
+    if late is not None and config.updates.clip_norm is not None:
         raise UserInputError(
             f"clip-norm must be left out with --late, since it needs all gradients at once; "
-            f"got {config.optimization.clip_norm}"
+            f"got {config.updates.clip_norm}"
         )

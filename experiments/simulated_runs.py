@@ -96,7 +96,7 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     torch.manual_seed(config.optimization.seed * world_size)
     of_ranks = (batches_of(config, data, rank, world_size) for rank in range(world_size))
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
-    if config.pipeline.in_windows:
+    if config.in_windows:
         assert compared is None, "each rank predicts with its own movement"
         training = _train_by_windows(config, model, batches, iterations, world_size)
     else:
@@ -169,11 +169,11 @@ def _train(
         optimizer,
         world_size=world_size,
         width=pipeline.width,
-        warmup_iterations=pipeline.warmup_iterations,
-        prediction=compared or pipeline.prediction,
-        guard=pipeline.guard,
-        clip_norm=optimization.clip_norm,
-        clip_value=optimization.clip_value,
+        warmup_iterations=config.updates.warmup_iterations,
+        prediction=compared or config.updates.prediction,
+        guard=config.updates.guard,
+        clip_norm=config.updates.clip_norm,
+        clip_value=config.updates.clip_value,
         codec=config.compression.codec,
         fresh=() if late is None else not_in(late, model),
     )
@@ -197,22 +197,22 @@ def _train_by_windows(
     ranks = SimulatedLocalSteps(
         model,
         optimizers,
-        outer=pipeline.outer or "average",
-        outer_lr=pipeline.outer_lr,
-        outer_momentum=pipeline.outer_momentum,
-        moving_rate=pipeline.moving_rate,
+        outer=config.windows.outer or "average",
+        outer_lr=config.windows.outer_lr,
+        outer_momentum=config.windows.outer_momentum,
+        moving_rate=config.windows.moving_rate,
         width=pipeline.width,
-        clip_norm=optimization.clip_norm,
-        clip_value=optimization.clip_value,
+        clip_norm=config.updates.clip_norm,
+        clip_value=config.updates.clip_value,
         codec=config.compression.codec,
-        fragments=pipeline.fragments,
+        fragments=config.windows.fragments,
     )
 
     def set_lr(rank: int, iteration: int) -> None:
         if iteration > 0:
             schedules[rank].step()
 
-    while window := list(itertools.islice(batches, pipeline.local_steps)):
+    while window := list(itertools.islice(batches, config.windows.local_steps)):
         for losses in ranks.run_window(loss_of, window, set_lr):
             yield float(np.mean(losses))
     ranks.flush()

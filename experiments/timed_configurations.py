@@ -58,9 +58,9 @@ def mean_iteration(
     fill the memory and make the connections, and others fill the pipeline. With local steps, windows do that, and
     ``iterations`` are whole windows.
     """
-    model, untimed = copy.deepcopy(model).train(), (config.pipeline.width + 2) * config.pipeline.local_steps
+    model, untimed = copy.deepcopy(model).train(), (config.pipeline.width + 2) * config.windows.local_steps
     memory = PeakMemory()
-    ranks.start_process_group("cpu", config.run.timeout)
+    ranks.start_process_group("cpu", config.timeout)
     reports: list[StepReport] = []
     strategy = make_strategy(config, model, build_optimizer(config.optimization, model), SCALER, ranks)
     with contextlib.closing(strategy), contextlib.closing(batches.from_iteration(0)) as samples:

@@ -198,8 +198,8 @@ def job_of(profile: Profile, compute: ComputeProfile, nodes: int, words: str) ->
         strategy=strategy,
         width=config.pipeline.width if pipelined else 1,
         codec=config.compression.codec if hook == "none" else hook,
-        all_reduce=config.pipeline.all_reduce if pipelined else OWN_ALL_REDUCE[strategy],
-        buckets=config.pipeline.buckets,
+        all_reduce=config.wire.all_reduce_name if pipelined else OWN_ALL_REDUCE[strategy],
+        buckets=str(config.wire.buckets),
     )
 
 

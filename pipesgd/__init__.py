@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pipesgd.pipeline.pipelined import Pipelined
     from pipesgd.ranks import Ranks
     from pipesgd.reducers.powersgd import PowerSgd
+    from pipesgd.sections import Updates, Windows, Wire
     from pipesgd.strategy import StepReport
 
 __all__ = [
@@ -69,7 +70,10 @@ __all__ = [
     "RunError",
     "StepReport",
     "StoppedBySignal",
+    "Updates",
     "UserInputError",
+    "Windows",
+    "Wire",
 ]
 __version__ = "0.2.0"
 
@@ -85,6 +89,9 @@ _HOMES = {
     "PowerSgd": "pipesgd.reducers.powersgd",
     "Ranks": "pipesgd.ranks",
     "StepReport": "pipesgd.strategy",
+    "Updates": "pipesgd.sections",
+    "Windows": "pipesgd.sections",
+    "Wire": "pipesgd.sections",
 }
 """Modules of public names; exceptions are in ``pipesgd.errors``."""
 

@@ -6,14 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd import ddp
-from pipesgd.checks import check_left_out, check_version
+from pipesgd.checks import check_version
+from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.ddp.attached import Attached
 from pipesgd.errors import UserInputError
 from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.run.pipeline_file import PipelineFile
+from pipesgd.sections import Updates, Windows, Wire
 
 
-def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> Attached:
+def attach(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    *,
+    width: int = 2,
+    codec: str | CodecOptions | OwnCodec = "fp32",
+    windows: Windows | None = None,
+    wire: Wire | None = None,
+    updates: Updates | None = None,
+) -> Attached:
     """Let the loop of an Accelerator be Pipe-SGD; the loop stays as it is. See ``pipesgd.ddp.attach``.
 
     ``accelerator.accumulate``, ``clip_grad_norm_`` and ``unwrap_model`` work as always. ``save_state`` also writes
@@ -23,19 +36,31 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> Atta
         accelerator: the loop's Accelerator.
         model: the model that ``accelerator.prepare`` returned, which wraps it in DistributedDataParallel.
         optimizer: the optimizer that ``accelerator.prepare`` returned.
-        options: options of ``pipesgd.ddp.attach``, without ``scaler``, which the Accelerator has.
+        width: iterations in flight, K.
+        codec: encoding of gradients, by name or as ``CodecOptions``.
+        windows: windows of local steps, as in ``pipesgd.ddp.attach``.
+        wire: how gradients travel, as in ``pipesgd.ddp.attach``.
+        updates: how they are applied, as in ``pipesgd.ddp.attach``.
 
     Raises:
         UserInputError: the optimizer was not prepared, the model is not wrapped, Accelerate is too old, or a value is
             out of range.
     """
     check_version("accelerate", "1.15", "pipesgd.accelerate")
-    check_left_out(options, {"scaler": "the Accelerator has its own"})
     if not hasattr(optimizer, "optimizer"):
         raise UserInputError(
             f"optimizer must be what accelerator.prepare(model, optimizer) returned; got {type(optimizer).__name__}"
         )
-    pipeline = ddp.attach(model, optimizer.optimizer, **options | {"scaler": accelerator.scaler})
+    pipeline = ddp.attach(
+        model,
+        optimizer.optimizer,
+        width=width,
+        codec=codec,
+        windows=windows,
+        wire=wire,
+        updates=updates,
+        scaler=accelerator.scaler,
+    )
     for earlier in [one for one in accelerator._custom_objects if isinstance(one, _SavedPipeline)]:
         earlier.leave_if_closed()
     accelerator.register_for_checkpointing(_SavedPipeline(accelerator, model, pipeline))

@@ -30,7 +30,7 @@ from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.all_reduce import ScheduledAllReduce, no_op
 from pipesgd.comm.native import check_ddp_on_gloo
-from pipesgd.comm.own_all_reduce import agreed_schedule, all_reduce_name
+from pipesgd.comm.own_all_reduce import agreed_schedule
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import TorchTransport
@@ -42,6 +42,7 @@ from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.process import say
 from pipesgd.ranks import Ranks, lost
 from pipesgd.reducers.make import compiled_codec
+from pipesgd.sections import all_reduce_name
 from timing_model.schedules import SCHEDULES, SEGMENT_BYTES, Algorithm
 
 NAME = "pipesgd"

@@ -53,7 +53,7 @@ def check_timeout(value: float | None) -> None:
 def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ``UserInputError`` naming the nearest choice unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise UserInputError(f"{name} must be {one_of(choices)}; got {value!r}{did_you_mean(value, choices)}")
+        raise UserInputError(f"{name} must be {one_of(choices)}; got {value!r}{did_you_mean(str(value), choices)}")
 
 
 def check_version(distribution: str, oldest: str, door: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
+import copy
 import dataclasses
 import importlib.metadata
 import inspect
@@ -22,7 +23,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Protocol, TypeVar, cast, get_args, get_origin
 
 import tyro
 
@@ -31,7 +32,7 @@ from pipesgd.checks import did_you_mean
 from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.config import AUTO, AUTO_OPTIONS, TrainConfig, sections_of
 from pipesgd.errors import UserInputError
-from pipesgd.options import check_words, dashed
+from pipesgd.options import check_words, dashed, types_in_words
 from pipesgd.process import answer, own_rank
 
 CONFIG_HELP = """
@@ -101,16 +102,29 @@ def parse_as(kind: type[C], command: str, argv: Sequence[str]) -> C:
     try:
         # tyro prints a box and exits, which every rank would do. Rank 0 should print one line instead.
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            config = tyro.cli(
-                kind,
+            read = tyro.cli(
+                _in_words(kind),
                 args=argv,
                 prog=_program(command),
                 config=TYRO,
             )
     except SystemExit:
         raise UserInputError(_one_line(err.getvalue() or out.getvalue())) from None
+    sections = {name: type(default)(**vars(getattr(read, name))) for name, default in vars(kind()).items()}
+    config = kind(**sections)
     _check_digits(argv, config)
     return config
+
+
+def _in_words(kind: type[Config]) -> type[Any]:
+    """Return a dataclass like ``kind`` whose sections hold only what words can give, unchecked."""
+    fields = []
+    for name, default in vars(kind()).items():
+        types = types_in_words(type(default))
+        options = [(item.name, types[item.name], item) for item in map(copy.copy, dataclasses.fields(default))]
+        section = dataclasses.make_dataclass(type(default).__name__, options, kw_only=True)
+        fields.append((name, section, dataclasses.field(default_factory=section)))
+    return dataclasses.make_dataclass(kind.__name__, fields)
 
 
 class HelpRequested(Exception):  # noqa: N818 (a request, not an error)
@@ -193,7 +207,7 @@ def _wide_enough() -> Iterator[None]:
 
 def _shown(section: type[Any], names: Collection[str]) -> type[Any]:
     """Return the dataclass ``section`` with the fields among ``names``, as ``--help`` shows them."""
-    texts, hints = help_texts(section), get_type_hints(section)
+    texts, hints = help_texts(section), types_in_words(section)
     fields = []
     for item in dataclasses.fields(section):
         if dashed(item.name) in names:

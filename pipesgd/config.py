@@ -11,12 +11,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipesgd.checks import check_above_zero, check_one_of, check_timeout, refuse
+from pipesgd.checks import check_above_zero, check_one_of, refuse
 from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, kind
-from pipesgd.options import check_options, dashed, option
-from pipesgd.pipeline_config import GRADIENT_SERVERS, SERVER_STRATEGIES, PipelineConfig, check_divisible
+from pipesgd.options import check_options, check_read, dashed, option
+from pipesgd.pipeline_config import GRADIENT_SERVERS, SERVER_STRATEGIES, PipelineConfig
+from pipesgd.sections import (
+    DEFAULT_TIMEOUT,
+    Updates,
+    Windows,
+    Wire,
+    check_divisible,
+    check_moving_rate,
+    check_reduce,
+    differing,
+)
+from timing_model.buckets import WHOLE
 
 TEXTS = ("python-stdlib", "text:PATH")
 IMAGE_DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
@@ -29,7 +40,6 @@ OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
 LR_SCALINGS = ("none", "linear")
 SCHEDULES = ("constant", "cosine", "one-cycle")
 DEVICES = ("cpu", "cuda")
-ON_NONFINITE = ("stop", "skip")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 AUTO = "auto"
@@ -39,7 +49,6 @@ AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets", "fra
 MAX_LOSS_SCALE = 2.0**127
 """Largest loss scale: the largest power of two in float32."""
 
-DEFAULT_TIMEOUT = 120.0
 DEFAULT_STALL_SECONDS = 30.0
 DEFAULT_FAREWELL_SECONDS = 20.0
 
@@ -59,7 +68,7 @@ class DataConfig:
     """Data set: digits (embedded), mnist, fashion-mnist, cifar100, images (a folder per class), python-stdlib (source
     text of the running Python), text:PATH (a text file, or all files in a folder), or module:function (returns a
     training and a test set)."""
-    data_dir: Path | None = option(None, read_by={"dataset": (*IMAGE_DATASETS[1:], OWN)})  # noqa: RUF009 (a field)
+    data_dir: Path | None = option(None, read_by={"dataset": (*IMAGE_DATASETS[1:], OWN)})
     """Folder of the data files; not needed for digits and text, nor for fashion-mnist from Debian's package."""
     batch_size: int = option(32, at_least=1)
     """Samples per rank and iteration; with --accumulation, per micro-batch. Evaluations take as many at once, up to
@@ -130,11 +139,6 @@ class OptimizationConfig:
     """Learning-rate schedule: constant, cosine (decays to zero) or one-cycle (rises, then decays to zero)."""
     accumulation: int = option(1, at_least=1)
     """Micro-batches of --batch-size samples whose gradients each rank accumulates before they are exchanged."""
-    clip_norm: float | None = option(None, above_zero=True)
-    """Largest norm of the averaged gradient; larger gradients are scaled down before they are applied. No limit by
-    default."""
-    clip_value: float | None = option(None, above_zero=True)
-    """Largest magnitude of a value in the averaged gradient; no limit by default."""
     precision: str = option("fp32", choices=PRECISIONS)
     """Precision of forward and backward passes where torch.autocast lowers it: fp32, bf16, or fp16 with a loss scale.
     Weights, gradients and evaluations stay float32."""
@@ -201,18 +205,12 @@ class RunConfig:
     """Print the resolved configuration as a file for --config, without dry-run, overwrite and resume, and exit."""
     device: str = option("cpu", choices=DEVICES)
     """Device of the model: cpu or cuda, which needs a GPU for each rank of a machine."""
-    timeout: float = DEFAULT_TIMEOUT
-    """Seconds that a rank waits for another one, for any reason, before the run fails: from 0.1 to 1,000,000. Where
-    all ranks meet, one that gives heartbeats while it computes, loads or writes may take ten times as long. At the
-    start, ranks wait two minutes for each other until they have met, whatever this option says."""
     stall_seconds: float = option(DEFAULT_STALL_SECONDS, at_least=1)
     """Seconds of waiting after which rank 0 reports the ranks it waits for, and the interval between reports: at
     least 1."""
     farewell_seconds: float = option(DEFAULT_FAREWELL_SECONDS, at_least=0)
     """Seconds that the ranks have to write a last checkpoint after Ctrl-C, SIGTERM, SIGHUP or SIGQUIT; 0 ends them
     at once."""
-    on_nonfinite: str = option("stop", choices=ON_NONFINITE)
-    """Reaction to a NaN or an infinity in an averaged gradient: stop (the run) or skip (that update)."""
     check_replicas: int | None = option(None, at_least=1)
     """Iterations between comparisons of a hash of all ranks' weights; by default only at the end."""
     evaluate_iterations: int | None = option(None, at_least=1)
@@ -231,7 +229,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_timeout(self.timeout)
         if self.resume and self.overwrite:
             raise UserInputError("resume and overwrite must not both be given: one keeps what the other deletes")
 
@@ -248,20 +245,26 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    wire: Wire = field(default_factory=Wire)
+    updates: Updates = field(default_factory=Updates)
+    windows: Windows = field(default_factory=Windows)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         optimization, pipeline, compression = self.optimization, self.pipeline, self.compression
+        check_read(pipeline, self.wire, self.updates, self.windows)
+        self._check_windows()
         codec = compression.described
         strategy, correction, replicas = pipeline.strategy, codec.own_momentum, self.run.check_replicas
         by_sgd, on_servers = optimization.optimizer == "sgd", strategy in GRADIENT_SERVERS
-        corrects = correction > 0 and not pipeline.in_windows  # which have an outer optimizer, whose momentum it is
+        corrects = correction > 0 and not self.in_windows  # which have an outer optimizer, whose momentum it is
         if strategy == "pipelined":
-            codec.check_all_reduce(pipeline.all_reduce)
-            codec.check_outer(pipeline.outer or "average")
-            pipeline.check_codec(compression.codec, self.run.device)
+            codec.check_all_reduce(self.wire.all_reduce_name)
+            codec.check_outer(self.windows.outer or "average")
+            check_whole(self.wire, self.windows, compression.codec)
+            check_reduce(str(self.wire.reduce), compression.codec, self.wire.all_reduce_name, self.run.device)
             self._check_late()
         elif compression != CompressionConfig():
             raise UserInputError(
@@ -272,20 +275,20 @@ class TrainConfig:
             self._check_planning()
         in_parts = f" must be left out with --strategy {strategy}, whose servers see parts of a gradient; got "
         refuse(
-            (pipeline.local_steps > 1 and optimization.accumulation > 1,
+            (self.windows.local_steps > 1 and optimization.accumulation > 1,
              "accumulation must be 1 with --local-steps, the other way to exchange less often; "
              f"got {optimization.accumulation}"),
             (corrects and optimization.optimizer == "nesterov",
              "optimizer must be sgd with --momentum-correction, which replaces its momentum; got nesterov"),
             (corrects and by_sgd and optimization.momentum > 0,
              f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"),
-            (pipeline.average_state and by_sgd and optimization.momentum == 0,
+            (self.windows.average_state and by_sgd and optimization.momentum == 0,
              "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without; got 0"),
             (optimization.optimizer == "muon" and on_servers,
              f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
              "parameters anywhere; got muon, which needs whole matrices"),
-            (optimization.clip_norm is not None and on_servers, f"clip-norm{in_parts}{optimization.clip_norm}"),
-            (optimization.clip_value is not None and on_servers, f"clip-value{in_parts}{optimization.clip_value}"),
+            (self.updates.clip_norm is not None and on_servers, f"clip-norm{in_parts}{self.updates.clip_norm}"),
+            (self.updates.clip_value is not None and on_servers, f"clip-value{in_parts}{self.updates.clip_value}"),
             (optimization.precision == "fp16" and on_servers, f"precision{in_parts}fp16"),
             (self.run.device == "cuda" and strategy in SERVER_STRATEGIES,
              f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda"),
@@ -294,14 +297,39 @@ class TrainConfig:
              f"got {replicas}"),
         )  # fmt: skip
 
+    @property
+    def in_windows(self) -> bool:
+        """True if ranks train in windows of local steps, of which an explicit outer optimizer may have one each."""
+        return self.pipeline.strategy == "pipelined" and bool(self.windows.asked)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a rank waits for another one."""
+        return DEFAULT_TIMEOUT if self.wire.timeout is None else self.wire.timeout
+
+    def _check_windows(self) -> None:
+        """Raise ``UserInputError`` for options of local steps without any, and for options that local steps refuse."""
+        windows = self.windows
+        if self.pipeline.strategy == "easgd-async":
+            windows.check_used(1, outer="elastic")
+            return
+        windows.check_used(self.pipeline.width)
+        if self.in_windows:
+            check_left_to_windows(self.wire, self.updates, windows.asked)
+            return
+        for name, value in differing(windows, but=("local_steps",)).items():
+            raise UserInputError(
+                f"{dashed(name)} must be left out without --local-steps or --outer, to which it belongs; got {value}"
+            )
+
     def _check_late(self) -> None:
         """Raise ``UserInputError`` for options about late gradients where the user has asked for width 1."""
         pipeline = self.pipeline
         if pipeline.width > 1 or "width" in (*self.planning.auto, *self.planning.chosen):
             return
-        idle: dict[str, int] = {"guard": pipeline.guard}
-        if pipeline.local_steps == 1:  # else these are windows of one iteration
-            idle["warmup-iterations"] = pipeline.warmup_iterations
+        idle: dict[str, int] = {"guard": self.updates.guard}
+        if self.windows.local_steps == 1:  # else these are windows of one iteration
+            idle["warmup-iterations"] = self.updates.warmup_iterations
         for name, value in idle.items():
             if value:
                 raise UserInputError(
@@ -318,24 +346,24 @@ class TrainConfig:
         refuse(
             (pipeline.strategy != "pipelined",
              f"strategy must be pipelined with --{option}; got {pipeline.strategy}"),
-            (searched and pipeline.local_steps > 1,
+            (searched and self.windows.local_steps > 1,
              f"local-steps must be 1 with --{option}, which is chosen for an exchange in every iteration; "
-             f"got {pipeline.local_steps}"),
-            (pipeline.rate_limit is not None and self.planning.cluster is None,
+             f"got {self.windows.local_steps}"),
+            (self.wire.rate_limit is not None and self.planning.cluster is None,
              f"cluster must be given with --{option} and --rate-limit, since a calibration before the run would use "
              "the whole line; got none"),
-            (pipeline.outer is not None and (searched or pipeline.outer != "average"),
-             f"outer{uncovered}{pipeline.outer!r}"),
-            (pipeline.average_state, f"average-state{uncovered}True"),
-            (searched and pipeline.fragments > 1,
+            (self.windows.outer is not None and (searched or self.windows.outer != "average"),
+             f"outer{uncovered}{self.windows.outer!r}"),
+            (self.windows.average_state, f"average-state{uncovered}True"),
+            (searched and self.windows.fragments > 1,
              f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights; "
-             f"got {pipeline.fragments}"),
-            (pipeline.reduce == AUTO and "codec" in auto, f"codec{chosen_by}"),
+             f"got {self.windows.fragments}"),
+            (self.wire.reduce == AUTO and "codec" in auto, f"codec{chosen_by}"),
             (self.run.device != "cpu",
              f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"),
             (kind(codec) in ("powersgd", OWN),
              f"codec must be another one with --{option}, since its times are not calibrated; got {codec}"),
-            (pipeline.all_reduce == "hierarchical",
+            (self.wire.all_reduce == "hierarchical",
              f"all-reduce must be another one with --{option}, since links inside nodes are not calibrated; "
              "got hierarchical"),
         )  # fmt: skip
@@ -346,7 +374,8 @@ class TrainConfig:
         if pipeline.width == 1:
             raise UserInputError("width must be at least 2 with --fragments auto, as width 1 hides no exchange; got 1")
         check_divisible("fragments", AUTO, codec, "movement")
-        dataclasses.replace(pipeline, fragments=2)  # refuses options that do not go with more than one
+        in_parts = dataclasses.replace(self.windows, fragments=2)
+        dataclasses.replace(self, windows=in_parts, planning=PlanningConfig())  # refuses what does not go with parts
 
     def options(self) -> dict[str, Any]:
         """Return every option by its name on the command line, as a JSON value."""
@@ -357,14 +386,21 @@ class TrainConfig:
 
     def with_choices(self, choices: dict[str, Any]) -> TrainConfig:
         """Return the configuration with ``choices`` for ``AUTO_OPTIONS`` and nothing left to be chosen."""
-        fields = {name.replace("-", "_"): value for name, value in choices.items()}
-        codec = {"codec": fields.pop("codec")} if "codec" in fields else {}
-        return dataclasses.replace(
-            self,
-            pipeline=dataclasses.replace(self.pipeline, **fields),
-            compression=dataclasses.replace(self.compression, **codec),
-            planning=dataclasses.replace(self.planning, auto=(), chosen=(*self.planning.chosen, *self.planning.auto)),
-        )
+        planning = dataclasses.replace(self.planning, auto=(), chosen=(*self.planning.chosen, *self.planning.auto))
+        return dataclasses.replace(self.with_options(**choices), planning=planning)
+
+    def with_options(self, **values: Any) -> TrainConfig:
+        """Return the configuration with other ``values`` of options, whatever sections they are in."""
+        fields = {name.replace("-", "_"): value for name, value in values.items()}
+        changed: dict[str, Any] = {}
+        for section in dataclasses.fields(self):
+            options = getattr(self, section.name)
+            own = {item.name: fields.pop(item.name) for item in dataclasses.fields(options) if item.name in fields}
+            if own:
+                changed[section.name] = dataclasses.replace(options, **own)
+        if fields:
+            raise TypeError(f"options must be those of a training; got {', '.join(fields)}")
+        return dataclasses.replace(self, **changed)
 
     @property
     def samples_per_rank(self) -> int:
@@ -378,9 +414,70 @@ class TrainConfig:
 
     def describe(self) -> str:
         """Return a short description of what is done with the gradients."""
-        if self.pipeline.strategy != "pipelined":
-            return self.pipeline.describe()
-        return f"{self.pipeline.describe()}, {self.compression.chosen().describe()}"
+        if self.pipeline.strategy == "pipelined":
+            connections = f" on {self.wire.connections} connections each" if self.wire.connections > 1 else ""
+            connections += "" if self.wire.rate_limit is None else f", at most {self.wire.rate_limit} each"
+            if self.wire.cut != WHOLE:
+                connections += f", buckets {self.wire.buckets}"
+            connections += _REDUCED[str(self.wire.reduce)]
+            prediction = f", prediction {self.updates.prediction}" if self.pipeline.width > 1 else ""
+            if self.in_windows:
+                prediction = f", {self.windows.local_steps} local steps, outer {self.windows.outer or 'average'}"
+                prediction += f", {self.windows.fragments} fragments" if self.windows.fragments > 1 else ""
+            how = f"{self.wire.all_reduce_name} all-reduce{connections}, {self.compression.chosen().describe()}"
+            return f"pipelined width {self.pipeline.width}{prediction}, {how}"
+        pipeline = self.pipeline
+        if pipeline.strategy == "ddp":
+            return f"ddp with {'no' if pipeline.ddp_hook == 'none' else 'the ' + pipeline.ddp_hook} hook"
+        if pipeline.strategy not in SERVER_STRATEGIES:
+            return pipeline.strategy
+        bound = "" if pipeline.staleness_bound is None else f", staleness bound {pipeline.staleness_bound}"
+        period = f" every {self.windows.local_steps} iterations" if self.windows.local_steps > 1 else ""
+        servers = f"{pipeline.servers} {pipeline.server_placement} server{'s' if pipeline.servers > 1 else ''}"
+        return f"{pipeline.strategy}{period}{bound}, {servers}"
+
+    def workers(self, world_size: int) -> int:
+        """Return the number of ranks that compute gradients, which are the first ones of ``world_size``.
+
+        Raises:
+            UserInputError: there are too few ranks for the servers, or too many for the moving rate.
+        """
+        if self.windows.moving_rate is not None and self.pipeline.strategy not in SERVER_STRATEGIES:
+            check_moving_rate(self.windows.moving_rate, world_size)
+        return self.pipeline.workers(world_size)
+
+
+_REDUCED = {
+    "matrix": "",
+    "rows": ", embeddings by rows",
+    "factors": ", linear layers by factors",
+    "auto": ", embeddings by rows and linear layers by factors where that sends less",
+}
+"""Words for the exchange of gradients, by ``reduce``."""
+
+
+def check_whole(wire: Wire, windows: Windows, codec: str) -> None:
+    """Raise ``UserInputError`` if what this codec compresses as a whole is to leave in buckets or fragments."""
+    if wire.cut != WHOLE:
+        check_divisible("buckets", wire.buckets, codec, "gradient")
+    if windows.fragments > 1:
+        check_divisible("fragments", windows.fragments, codec, "movement")
+
+
+def check_left_to_windows(wire: Wire, updates: Updates, asked: str = "local steps") -> None:
+    """Raise ``UserInputError`` for options about gradients if windows of local steps are ``asked`` for."""
+    refuse(
+        (updates.prediction != "eager",
+         f"prediction must be left out with {asked}, since each rank expects its own movement; "
+         f"got {updates.prediction!r}"),
+        (updates.guard, f"guard must be left out with {asked}, since it judges averaged gradients; got True"),
+        (wire.cut != WHOLE,
+         f"buckets must be left out with {asked}, since a movement is complete only when its window ends; "
+         f"got {wire.buckets}"),
+        (wire.reduce != "matrix",
+         f"reduce must be left out with {asked}, since a movement is that of a whole window, and no gradient; "
+         f"got {wire.reduce!r}"),
+    )  # fmt: skip
 
 
 def sections_of(config: Any) -> list[Any]:

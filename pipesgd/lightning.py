@@ -22,9 +22,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pipesgd.checks import check_left_out, check_version
-from pipesgd.ddp.attached import Attached, attach, is_late, with_clipping
+from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.ddp.attached import Attached, attach, with_clipping
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import SAVE_DIGITS, PipelineFile
+from pipesgd.sections import Updates, Windows, Wire
 
 PACKAGES = {
     "pytorch_lightning": ("pytorch-lightning", "lightning_fabric"),
@@ -109,9 +112,10 @@ def make_strategy(module: str) -> type[Any]:
         Args:
             width: iterations in flight, K.
             codec: encoding of gradients, by name or as ``CodecOptions``.
-            pipeline_options: further options of ``pipesgd.ddp.attach``, but ``scaler``, which the Trainer has, and
-                ``clip_norm`` and ``clip_value`` unless the model clips gradients itself.
-            options: options of Lightning's DDPStrategy.
+            windows: windows of local steps, as in ``pipesgd.ddp.attach``.
+            wire: how gradients travel, as in ``pipesgd.ddp.attach``.
+            updates: how they are applied, as in ``pipesgd.ddp.attach``.
+            ddp_options: options of Lightning's DDPStrategy.
         """
 
         strategy_name = "pipesgd"
@@ -120,15 +124,17 @@ def make_strategy(module: str) -> type[Any]:
             self,
             *args: Any,
             width: int = 2,
-            codec: Any = "fp32",
-            pipeline_options: dict[str, Any] | None = None,
-            **options: Any,
+            codec: str | CodecOptions | OwnCodec = "fp32",
+            windows: Windows | None = None,
+            wire: Wire | None = None,
+            updates: Updates | None = None,
+            **ddp_options: Any,
         ):
-            check_left_out(pipeline_options or {}, {"scaler": "the Trainer has precision"})
-            if options.get("ddp_comm_hook") is not None:
+            if ddp_options.get("ddp_comm_hook") is not None:
                 raise UserInputError("ddp_comm_hook must be left out with strategy pipesgd, which has its own hook")
-            super().__init__(*args, **options)
-            self._pipeline_options = {"width": width, "codec": codec} | (pipeline_options or {})
+            super().__init__(*args, **ddp_options)
+            self._width, self._codec = width, codec
+            self._windows, self._wire, self._updates = windows, wire, updates
             self._loaded_from: Path | None = None
             self.pipeline: Attached | None = None
             """The pipeline, while the Trainer fits."""
@@ -139,7 +145,7 @@ def make_strategy(module: str) -> type[Any]:
                 return
             if not self.lightning_module.automatic_optimization:
                 raise UserInputError("automatic_optimization must be True with strategy pipesgd")
-            late = is_late(self._pipeline_options)
+            late = self._width != 1 or self._windows is not None
             refused = [type(one).__name__ for one in trainer.callbacks if late and isinstance(one, averages)]
             if refused:
                 raise UserInputError(
@@ -147,13 +153,22 @@ def make_strategy(module: str) -> type[Any]:
                     f"got {refused[0]}"
                 )
             [optimizer] = self.optimizers  # Lightning refuses several, unless optimization is manual
-            options = self._pipeline_options
+            updates = self._updates
             if trainer.gradient_clip_val:
-                check_left_out(options, dict.fromkeys(("clip_norm", "clip_value"), "the Trainer has gradient_clip_val"))
+                clips = {} if updates is None else {"clip_norm": updates.clip_norm, "clip_value": updates.clip_value}
+                check_left_out(clips, dict.fromkeys(clips, "the Trainer has gradient_clip_val"))
                 clipped_by = "clip_value" if trainer.gradient_clip_algorithm == "value" else "clip_norm"
-                options = with_clipping(options, {clipped_by: trainer.gradient_clip_val})
-            options = options | {"scaler": getattr(self.precision_plugin, "scaler", None)}
-            self.pipeline = attach(self.model, optimizer, **options)
+                updates = with_clipping(updates, self._windows, {clipped_by: trainer.gradient_clip_val})
+            self.pipeline = attach(
+                self.model,
+                optimizer,
+                width=self._width,
+                codec=self._codec,
+                windows=self._windows,
+                wire=self._wire,
+                updates=updates,
+                scaler=getattr(self.precision_plugin, "scaler", None),
+            )
 
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
@@ -216,21 +231,25 @@ def make_fabric_strategy(module: str) -> type[Any]:
         Args:
             width: iterations in flight, K.
             codec: encoding of gradients, by name or as ``CodecOptions``.
-            pipeline_options: further options of ``pipesgd.ddp.attach``, but ``scaler``, which Fabric has.
-            options: options of Lightning's DDPStrategy.
+            windows: windows of local steps, as in ``pipesgd.ddp.attach``.
+            wire: how gradients travel, as in ``pipesgd.ddp.attach``.
+            updates: how they are applied, as in ``pipesgd.ddp.attach``.
+            ddp_options: options of Lightning's DDPStrategy.
         """
 
         def __init__(
             self,
             *args: Any,
             width: int = 2,
-            codec: Any = "fp32",
-            pipeline_options: dict[str, Any] | None = None,
-            **options: Any,
+            codec: str | CodecOptions | OwnCodec = "fp32",
+            windows: Windows | None = None,
+            wire: Wire | None = None,
+            updates: Updates | None = None,
+            **ddp_options: Any,
         ):
-            check_left_out(pipeline_options or {}, {"scaler": "Fabric has precision"})
-            super().__init__(*args, **options)
-            self._pipeline_options = {"width": width, "codec": codec} | (pipeline_options or {})
+            super().__init__(*args, **ddp_options)
+            self._width, self._codec = width, codec
+            self._windows, self._wire, self._updates = windows, wire, updates
             self.pipeline: Attached | None = None
             """The pipeline, from ``fabric.setup`` on."""
 
@@ -241,8 +260,16 @@ def make_fabric_strategy(module: str) -> type[Any]:
                     f"got {len(optimizers)} optimizers{' in another call' if self.pipeline is not None else ''}"
                 )
             module = super().setup_module(module)
-            options = self._pipeline_options | {"scaler": getattr(self.precision, "scaler", None)}
-            self.pipeline = attach(module, optimizers[0], **options)
+            self.pipeline = attach(
+                module,
+                optimizers[0],
+                width=self._width,
+                codec=self._codec,
+                windows=self._windows,
+                wire=self._wire,
+                updates=self._updates,
+                scaler=getattr(self.precision, "scaler", None),
+            )
             return module, optimizers, *others
 
         def setup_optimizer(self, optimizer: Any) -> Any:

@@ -9,8 +9,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, did_you_mean, one_of
 from pipesgd.errors import UserInputError
@@ -55,9 +55,14 @@ def check_options(section: Any) -> None:
 
 
 def check_values(section: Any) -> None:
-    """Raise ``UserInputError`` unless each declared field of the dataclass ``section`` may have its value."""
+    """Raise ``UserInputError`` unless each declared field of the dataclass ``section`` may have its value.
+
+    What a program may give in place of a name, such as a class or a function, is left to those who use it.
+    """
     for item, rules, value in _declared(section):
         name, kind = rules["named"] or dashed(item.name), rules["kind"]
+        if callable(value) or isinstance(value, Mapping):
+            continue
         for one in () if value is None else value if isinstance(value, tuple) else (value,):
             if rules["at_least"] is not None:
                 check_at_least(name, one, rules["at_least"])
@@ -69,13 +74,16 @@ def check_values(section: Any) -> None:
                 check_one_of(name, one, rules["choices"])
 
 
-def check_read(section: Any) -> None:
-    """Raise ``UserInputError`` for a field of the dataclass ``section`` that is set although nothing reads it.
+def check_read(*sections: Any) -> None:
+    """Raise ``UserInputError`` for a field of these dataclasses that is set although nothing reads it.
 
-    An option that is not read must not be accepted silently.
+    An option that is not read must not be accepted silently. A choice that it depends on is in one of ``sections``.
     """
-    declared = list(_declared(section))
-    chosen = {item.name: value if rules["kind"] is None else rules["kind"](value) for item, rules, value in declared}
+    declared = [field for section in sections for field in _declared(section)]
+    chosen = {
+        item.name: value if rules["kind"] is None or callable(value) else rules["kind"](value)
+        for item, rules, value in declared
+    }
     for item, rules, value in declared:
         for other, readers in rules["read_by"].items():
             if chosen[other] not in readers and value != item.default:
@@ -93,6 +101,23 @@ def _declared(section: Any) -> Iterator[tuple[dataclasses.Field[Any], Mapping[st
             yield item, item.metadata, getattr(section, item.name)
 
 
+def types_in_words(section: type) -> dict[str, Any]:
+    """Return the type of each field of the dataclass ``section`` that the words of a command line can give it.
+
+    Names from a closed set are strings, and classes and functions, which only a program can give, are left out.
+    """
+    return {name: _in_words(hint) for name, hint in get_type_hints(section).items()}
+
+
+def _in_words(hint: Any) -> Any:
+    if get_origin(hint) is Literal:
+        return str
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    kinds = [_in_words(one) for one in get_args(hint)]
+    return Union[tuple(one for one in kinds if one in (bool, int, float, str, Path, NoneType))]  # noqa: UP007 (a tuple)
+
+
 def dashed(name: str) -> str:
     """Return the name on the command line of the option in a field ``name``."""
     return name.replace("_", "-")
@@ -108,7 +133,7 @@ def check_words(argv: Sequence[str], sections: Sequence[Any], *, or_auto: Sequen
     """
     hints: dict[str, Any] = {}
     for section in sections:
-        types = get_type_hints(type(section))
+        types = types_in_words(type(section))
         hints |= {dashed(item.name): types[item.name] for item in dataclasses.fields(section)}
     name, words = "", list[str]()
     for argument in [*argv, "--"]:
@@ -143,7 +168,7 @@ def _check_option(name: str, hint: Any, words: list[str], known: Sequence[str], 
     if len(words) > 1 and not several:
         raise UserInputError(f"{name} must have one value; got {' '.join(words)!r}")
     kinds = get_args(hint) or (hint,)
-    for word in words:
+    for word in () if str in kinds else words:
         if int in kinds and not _reads(int, word):
             raise _not_a_number(name, f"a whole number{or_auto}", word)
         if float in kinds and not _reads(float, word):

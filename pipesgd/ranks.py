@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pipesgd.checks import LONGEST_TIMEOUT
-from pipesgd.config import DEFAULT_TIMEOUT, differing_options
+from pipesgd.config import differing_options
 from pipesgd.errors import (
     CommunicationError,
     DeadlineExceeded,
@@ -48,6 +48,7 @@ from pipesgd.process import (
     local_world_size,
     say,
 )
+from pipesgd.sections import DEFAULT_TIMEOUT
 
 T = TypeVar("T")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -29,29 +30,29 @@ def make_strategy(
 
     ``reduce`` is the exchange of gradients, by default that of ``config``, which must not be auto then.
     """
-    pipeline, run = config.pipeline, config.run
-    if pipeline.in_windows:
+    pipeline, updates = config.pipeline, config.updates
+    if config.in_windows:
         from pipesgd.pipeline.local_steps import LocalSteps
 
         return LocalSteps(
             model,
             optimizer,
-            local_steps=pipeline.local_steps,
-            outer=pipeline.outer or "average",
-            outer_lr=pipeline.outer_lr,
-            outer_momentum=pipeline.outer_momentum,
-            moving_rate=pipeline.moving_rate,
-            average_state=pipeline.average_state,
-            fragments=pipeline.fragments,
-            **_pipeline_options(config, scaler, ranks),
+            config.windows,
+            width=pipeline.width,
+            codec=config.compression.chosen(),
+            wire=config.wire,
+            updates=updates,
+            scaler=scaler,
+            seed=config.optimization.seed,
+            ranks=ranks,
         )
     if pipeline.strategy == "pipelined":
         return make_pipeline(config, model, optimizer, scaler, ranks, reduce)
-    clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
+    clip = Clipping(norm=config.updates.clip_norm, value=config.updates.clip_value)
     if pipeline.strategy == "local":
         from pipesgd.baselines.local import Local
 
-        return Local(model, optimizer, clip=clip, scaler=scaler, on_nonfinite=run.on_nonfinite)
+        return Local(model, optimizer, clip=clip, scaler=scaler, on_nonfinite=updates.on_nonfinite)
     if pipeline.strategy == "ddp":
         from pipesgd.baselines.ddp import Ddp
 
@@ -61,8 +62,8 @@ def make_strategy(
             hook=pipeline.ddp_hook,
             clip=clip,
             scaler=scaler,
-            on_nonfinite=run.on_nonfinite,
-            timeout=run.timeout,
+            on_nonfinite=updates.on_nonfinite,
+            timeout=config.timeout,
             ranks=ranks,
         )
     assert pipeline.strategy in SERVER_STRATEGIES
@@ -82,11 +83,13 @@ def make_pipeline(
     return Pipelined(
         model,
         optimizer,
-        prediction=config.pipeline.prediction,
-        guard=config.pipeline.guard,
-        buckets=config.pipeline.buckets,
-        reduce=config.pipeline.reduce if reduce is None else reduce,
-        **_pipeline_options(config, scaler, ranks),
+        width=config.pipeline.width,
+        codec=config.compression.chosen(),
+        wire=config.wire if reduce is None else dataclasses.replace(config.wire, reduce=reduce),
+        updates=config.updates,
+        scaler=scaler,
+        seed=config.optimization.seed,
+        ranks=ranks,
     )
 
 
@@ -99,26 +102,6 @@ def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimize
     _make_servers(config, model, optimizer, None, ranks).serve()
 
 
-def _pipeline_options(config: TrainConfig, scaler: torch.amp.GradScaler, ranks: Ranks) -> dict[str, Any]:
-    pipeline, run = config.pipeline, config.run
-    return {
-        "width": pipeline.width,
-        "warmup_iterations": pipeline.warmup_iterations,
-        "clip_norm": config.optimization.clip_norm,
-        "clip_value": config.optimization.clip_value,
-        "scaler": scaler,
-        "codec": config.compression.chosen(),
-        "all_reduce": pipeline.all_reduce,
-        "segment_bytes": pipeline.segment_bytes,
-        "connections": pipeline.connections,
-        "rate_limit": pipeline.rate_limit,
-        "on_nonfinite": run.on_nonfinite,
-        "timeout": run.timeout,
-        "seed": config.optimization.seed,
-        "ranks": ranks,
-    }
-
-
 def _make_servers(
     config: TrainConfig,
     model: nn.Module,
@@ -126,21 +109,21 @@ def _make_servers(
     scaler: torch.amp.GradScaler | None,
     ranks: Ranks,
 ) -> Any:
-    pipeline, run = config.pipeline, config.run
+    pipeline = config.pipeline
     options: dict[str, Any] = {
         "servers": pipeline.servers,
         "placement": pipeline.server_placement,
-        "on_nonfinite": run.on_nonfinite,
-        "timeout": run.timeout,
+        "on_nonfinite": config.updates.on_nonfinite,
+        "timeout": config.timeout,
         "ranks": ranks,
     }
     if pipeline.strategy == "easgd-async":
         return guest("elastic servers")(
             model,
             optimizer,
-            local_steps=pipeline.local_steps,
-            moving_rate=pipeline.moving_rate,
-            clip=Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value),
+            local_steps=config.windows.local_steps,
+            moving_rate=config.windows.moving_rate,
+            clip=Clipping(norm=config.updates.clip_norm, value=config.updates.clip_value),
             scaler=scaler,
             **options,
         )

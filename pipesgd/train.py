@@ -187,7 +187,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         say(console, f"--reduce auto: {named_exchanges or none}")
     if known is not None and config.planning.auto:
         save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
-    ranks.start_process_group(chosen.run.device, chosen.run.timeout)
+    ranks.start_process_group(chosen.run.device, chosen.timeout)
     model.to(device)
     optimization = chosen.optimization.for_ranks(workers.world_size)
     optimizer = build_optimizer(optimization, model)
@@ -354,14 +354,14 @@ class Run:
 
     def _drift(self) -> Drift | None:
         """Return what compares the iterations of this attempt with the plan, on rank 0 of a run that has one."""
-        job, pipeline = self.job, self.job.config.pipeline
+        job, updates = self.job, self.job.config.updates
         if job.planned is None or job.workers.rank > 0:
             return None
         from pipesgd.planning.drift import Drift
 
-        lines = MetricsLines(job.folder / output.METRICS_FILE) if pipeline.guard and self.start > 0 else ()
+        lines = MetricsLines(job.folder / output.METRICS_FILE) if updates.guard and self.start > 0 else ()
         fell_back = [line["iteration"] for _, line in lines if line["fell_back"]]
-        return Drift(job.planned, warmup_iterations=pipeline.warmup_iterations, fell_back=fell_back)
+        return Drift(job.planned, warmup_iterations=updates.warmup_iterations, fell_back=fell_back)
 
     def _iterate(self, iteration: int, samples: Batches) -> IterationMetrics:
         """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due."""
@@ -517,7 +517,7 @@ class Run:
             if nothing_new:
                 summary |= measured_before(folder / output.SUMMARY_FILE, job.workers.world_size)
             if planned is not None:
-                own = self._history.known("iteration", start=config.pipeline.warmup_iterations)
+                own = self._history.known("iteration", start=config.updates.warmup_iterations)
                 measured = statistics(planned.windows(own.tolist()))["median"]
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
@@ -590,7 +590,7 @@ def agree_on_configuration(argv: Sequence[str], ranks: Ranks) -> TrainConfig:
 
     def own() -> TrainConfig:
         config = parse(argv)
-        ranks.timeout = config.run.timeout  # the first exchange already waits for this long
+        ranks.timeout = config.timeout  # the first exchange already waits for this long
         ranks.standing.stall_seconds = config.run.stall_seconds
         return config
 
@@ -609,7 +609,7 @@ def who_works(config: TrainConfig, ranks: Ranks) -> Ranks:
         from pipesgd.baselines.ddp import check_hook
 
         check_hook(config.pipeline.ddp_hook)
-    return ranks.first(config.pipeline.workers(ranks.world_size))
+    return ranks.first(config.workers(ranks.world_size))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipesgd.checks import check_left_out, check_version
+from pipesgd.checks import check_version
+from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.ddp.attached import Attached, attach, with_clipping
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
+from pipesgd.sections import Updates, Windows, Wire
 
 try:
     from transformers import TrainerCallback
@@ -30,17 +33,32 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
         trainer: the Trainer that it is added to.
         width: iterations in flight, K.
         codec: encoding of gradients, by name or as ``CodecOptions``.
-        options: further options of ``pipesgd.ddp.attach``, but those that the Trainer has: ``clip_norm``
-            (``max_grad_norm``) and ``scaler``.
+        windows: windows of local steps, as in ``pipesgd.ddp.attach``.
+        wire: how gradients travel, as in ``pipesgd.ddp.attach``.
+        updates: how they are applied, as in ``pipesgd.ddp.attach``, without ``clip_norm``: the Trainer has
+            ``max_grad_norm``.
 
     Raises:
         UserInputError: one of the Trainer's options is given here.
     """
 
-    def __init__(self, trainer: Any, *, width: int = 2, codec: Any = "fp32", **options: Any):
-        check_left_out(options, {"clip_norm": "the Trainer has max_grad_norm", "scaler": "the Trainer has fp16"})
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        width: int = 2,
+        codec: str | CodecOptions | OwnCodec = "fp32",
+        windows: Windows | None = None,
+        wire: Wire | None = None,
+        updates: Updates | None = None,
+    ):
+        if updates is not None and updates.clip_norm is not None:
+            raise UserInputError(
+                f"clip_norm must be left out, since the Trainer has max_grad_norm; got {updates.clip_norm}"
+            )
         self._trainer = trainer
-        self._options = {"width": width, "codec": codec} | options
+        self._width, self._codec = width, codec
+        self._windows, self._wire, self._updates = windows, wire, updates
         self.pipeline: Attached | None = None
         """The pipeline, while the Trainer trains."""
 
@@ -55,9 +73,16 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
         if self.pipeline is not None:  # an error or Ctrl-C ended the last training
             interrupted = RunError("the training before this one was interrupted")
             self.pipeline.__exit__(RunError, interrupted, None)
-        options = with_clipping(self._options, {"clip_norm": args.max_grad_norm or None})
-        options |= {"scaler": self._trainer.accelerator.scaler}
-        self.pipeline = attach(self._trainer.model_wrapped, optimizer.optimizer, **options)
+        self.pipeline = attach(
+            self._trainer.model_wrapped,
+            optimizer.optimizer,
+            width=self._width,
+            codec=self._codec,
+            windows=self._windows,
+            wire=self._wire,
+            updates=with_clipping(self._updates, self._windows, {"clip_norm": args.max_grad_norm or None}),
+            scaler=self._trainer.accelerator.scaler,
+        )
         if state.global_step:
             self._file(args, state).load(self.pipeline, state.global_step)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from _reference import pipe_sgd
+from _sections import sections
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
@@ -97,11 +98,13 @@ def train_on_ranks(ranks: Ranks, case: Case, make_optimizer: MakeOptimizer) -> O
         model,
         optimizer,
         width=case["width"],
-        warmup_iterations=case["warmup"],
-        prediction=COMPARED.get(case["prediction"], case["prediction"]),
         ranks=ranks,
-        **case["clip"],
-        **case["options"],
+        **sections(
+            warmup_iterations=case["warmup"],
+            prediction=COMPARED.get(case["prediction"], case["prediction"]),
+            **case["clip"],
+            **case["options"],
+        ),
     )
     losses, hashes = [], []
     for iteration, of_ranks in enumerate(batches):

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import RankFailed, run_ranks
+from _sections import sections
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -28,8 +29,8 @@ from pipesgd.comm.thread import CommunicationThread
 from pipesgd.data import ShardedBatches
 from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.ddp import attach, compress
-from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.ranks import Ranks
+from pipesgd.sections import PREDICTIONS
 from timing_model.schedules import ALL_REDUCES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -187,9 +188,9 @@ def _trained(
         kind: Any = LocalSteps if "local_steps" in options else Pipelined
         opened = kind(called, optimizer, ranks=ranks, scaler=scaler, **options)
     elif door == "attached":
-        opened = attach(called, optimizer, scaler=scaler, **options)
+        opened = attach(called, optimizer, scaler=scaler, **sections(**options))
     else:
-        opened = compress(called, **options)
+        opened = compress(called, **sections(**options))
     losses = []
     for inputs, targets in _batches(ranks, device):
         with torch.autocast(device, torch.float16, enabled=float16):
@@ -279,7 +280,7 @@ def _resumed(ranks: Ranks, options: dict[str, Any]) -> tuple[torch.Tensor, torch
         torch.manual_seed(0)
         model = nn.Linear(20, 30, device="cuda")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        pipeline = Pipelined(model, optimizer, width=3, ranks=ranks, **options)
+        pipeline = Pipelined(model, optimizer, width=3, ranks=ranks, **sections(**options))
         for iteration in range(10):
             if iteration == restart:
                 with pipeline.true_weights():
@@ -294,7 +295,7 @@ def _resumed(ranks: Ranks, options: dict[str, Any]) -> tuple[torch.Tensor, torch
                 model.load_state_dict(weights)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
                 optimizer.load_state_dict(of_optimizer)
-                pipeline = Pipelined(model, optimizer, width=3, ranks=ranks, **options)
+                pipeline = Pipelined(model, optimizer, width=3, ranks=ranks, **sections(**options))
                 pipeline.load_state_dict(of_pipeline)
             generator = torch.Generator().manual_seed(10 * iteration + ranks.rank)
             model(torch.randn(4, 20, generator=generator).to("cuda")).square().mean().backward()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from _differences import Differences
 from _ranks import RankFailed, run_ranks
 from _runs import run_example
+from _sections import sections
 from conftest import REPOSITORY
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -42,6 +43,7 @@ from pipesgd.codecs.options import CODECS, DENSE_CODECS
 from pipesgd.ddp import AttachedPipeline, attach, compress
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates, Windows, Wire
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +162,7 @@ def by_attached(
     schedule = falling(optimizer)
     if "local_steps" not in options:
         options["clip_norm"] = clip_norm
-    pipeline = attach(ddp_model, optimizer, scaler=scaler, **options)
+    pipeline = attach(ddp_model, optimizer, scaler=scaler, **sections(**options))
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for number, (inputs, targets) in enumerate(batches(ranks.rank, ranks.world_size)):
         last = (number + 1) % accumulate == 0
@@ -347,7 +349,7 @@ def test_local_steps_report_the_iterations_that_a_rank_skips_and_stay_in_step(po
 
 def start(ddp_model: DistributedDataParallel, **options: Any) -> tuple[torch.optim.Optimizer, AttachedPipeline]:
     optimizer = make_optimizer("sgd", ddp_model)
-    return optimizer, attach(ddp_model, optimizer, **options)
+    return optimizer, attach(ddp_model, optimizer, **sections(**options))
 
 
 def train(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> None:
@@ -504,7 +506,7 @@ def _copies(ranks: Ranks) -> list[bool]:
     alike = []
     doors: dict[str, Callable[..., Any]] = {
         "attach": attach,
-        "local steps": lambda *pair: attach(*pair, local_steps=2),
+        "local steps": lambda *pair: attach(*pair, windows=Windows(local_steps=2)),
         "compress": lambda model, _: compress(model),
     }
     for door, (copies, make_copy) in itertools.product(
@@ -692,7 +694,7 @@ def _one_after_the_other(ranks: Ranks) -> tuple[Weights, Weights]:
     closed = compress(ddp_model, "int8")
     closed.close()
     for options in ({"width": 3}, {"codec": "int4"}):
-        attached = attach(ddp_model, optimizer, **options)  # type: ignore[arg-type]
+        attached = attach(ddp_model, optimizer, **sections(**options))  # type: ignore[arg-type]
         closed.close()  # once more, which leaves the model to the pipeline that has it
         refused = refusal(lambda: attach(ddp_model, optimizer))
         assert refused == "ddp_model must have no communication hook; got one with comm_hook"
@@ -700,7 +702,7 @@ def _one_after_the_other(ranks: Ranks) -> tuple[Weights, Weights]:
             train(ddp_model, optimizer, (inputs, targets))
         attached.close()
         closed = attached
-        with Pipelined(other, by_hand, ranks=ranks, **options) as pipeline:  # type: ignore[arg-type]
+        with Pipelined(other, by_hand, ranks=ranks, **sections(**options)) as pipeline:  # type: ignore[arg-type]
             for inputs, targets in batches(ranks.rank, ranks.world_size):
                 cross_entropy(other(inputs), targets).backward()
                 pipeline.step()
@@ -719,7 +721,7 @@ def _changes_the_mean(ranks: Ranks, factor: float, clips: dict[str, float], opti
     optimizer = make_optimizer("sgd", model)
     scaler = options.get("scaler") or torch.amp.GradScaler("cpu", enabled=False)
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        pipeline = attach(ddp_model, optimizer, **options)
+        pipeline = attach(ddp_model, optimizer, **sections(**options))
         for inputs, targets in batches(ranks.rank, ranks.world_size):
             scaler.scale(cross_entropy(ddp_model(inputs), targets)).backward()
             if clips:
@@ -817,7 +819,7 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     shortened = DistributedDataParallel(nn.Embedding(5, 2, max_norm=0.5))
     found["max_norm"] = refusal(lambda: start(shortened))
     found["part"] = refusal(lambda: attach(model, make_optimizer("sgd", model.module.last)))
-    found["guard"] = refusal(lambda: attach(model, make_optimizer("sgd", model), guard=True))
+    found["guard"] = refusal(lambda: attach(model, make_optimizer("sgd", model), updates=Updates(guard=True)))
     found["buffers of local steps"] = refusal(lambda: start(model, local_steps=2))
     searching = DistributedDataParallel(nn.Linear(2, 1), find_unused_parameters=True)  # no buffers
     found["search of local steps"] = refusal(lambda: start(searching, local_steps=2))
@@ -832,8 +834,8 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["mesh of local steps"] = refusal(lambda: start(alone, local_steps=2, mesh="a mesh"))
     found["mesh"] = refusal(lambda: start(alone, mesh="a mesh"))
     found["buckets of local steps"] = refusal(lambda: start(alone, local_steps=2, buckets=2))
-    found["buckets"] = refusal(lambda: attach(model, make_optimizer("sgd", model), buckets=2))
-    found["reduce"] = refusal(lambda: attach(model, make_optimizer("sgd", model), reduce="rows"))
+    found["buckets"] = refusal(lambda: attach(model, make_optimizer("sgd", model), wire=Wire(buckets=2)))
+    found["reduce"] = refusal(lambda: attach(model, make_optimizer("sgd", model), wire=Wire(reduce="rows")))
     found["topk"] = refusal(lambda: compress(model, "topk"))
     found["codec"] = refusal(lambda: attach(model, make_optimizer("sgd", model), codec="int7"))
 
@@ -947,7 +949,9 @@ def without_a_step(
     optimizer = make_optimizer("sgd", ddp_model)
     prediction = "none" if evaluating else "eager"  # with another one, gradients of evaluation mode are refused
     pipeline = (
-        contextlib.nullcontext() if width is None else attach(ddp_model, optimizer, width=width, prediction=prediction)
+        contextlib.nullcontext()
+        if width is None
+        else attach(ddp_model, optimizer, width=width, updates=Updates(prediction=prediction))
     )
     ddp_model.train(not evaluating)
     try:
@@ -1095,8 +1099,8 @@ def _timeouts(ranks: Ranks, of_group: float, options: dict[str, float]) -> list[
     group = dist.new_group(timeout=timedelta(seconds=of_group))
     doors: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
         (attach, lambda pipeline: pipeline._summing.connections),
-        (functools.partial(attach, local_steps=1), lambda steps: steps._pipeline._summing.connections),
-        (lambda ddp_model, _, **options: compress(ddp_model, **options), lambda state: state._connections),
+        (functools.partial(attach, windows=Windows()), lambda steps: steps._pipeline._summing.connections),
+        (lambda ddp_model, _, **options: compress(ddp_model, **sections(**options)), lambda state: state._connections),
     ]
     found = []
     for door, connections_of in doors:
@@ -1212,7 +1216,7 @@ def _one_closes_early(ranks: Ranks) -> str:
     ddp_model = DistributedDataParallel(nn.Linear(20, 10), bucket_cap_mb=25)
     said = "nothing was raised"
     try:
-        with compress(ddp_model, "int8", timeout=3.0):
+        with compress(ddp_model, "int8", wire=Wire(timeout=3.0)):
             for _ in range(2 + ranks.rank):
                 ddp_model(torch.ones(5, 20)).sum().backward()
     except RunError as error:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from _pretended_gpu import PretendedGpu, as_loaded, pretend_cuda
 from _ranks import run_ranks
+from _sections import sections
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
@@ -23,12 +24,12 @@ from pipesgd.data import ShardedBatches
 from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer, on_device
-from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
 from pipesgd.run.workload import load
+from pipesgd.sections import PREDICTIONS
 from pipesgd.systems.exchanges.topk import TopKReducer
 
 pytestmark = pytest.mark.slow
@@ -42,9 +43,9 @@ CODECS = [  # those that work on fake tensors: kernels of the others need a real
 
 def _pipeline(ranks: Ranks, options: dict[str, Any]) -> tuple[list[nn.Parameter], Pipelined]:
     parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((20, 30), (7,))]
-    momentum = 0.0 if isinstance(options.get("codec"), CodecOptions) and options["codec"].momentum_correction else 0.9
+    momentum = 0.0 if isinstance(options.get("codec"), CodecOptions) and options["codec"].own_momentum else 0.9
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
-    return parameters, Pipelined(nn.ParameterList(parameters), optimizer, width=3, ranks=ranks, **options)
+    return parameters, Pipelined(nn.ParameterList(parameters), optimizer, width=3, ranks=ranks, **sections(**options))
 
 
 def _train(parameters: list[nn.Parameter], pipeline: Pipelined) -> None:

@@ -11,6 +11,7 @@ import pipesgd.accelerate
 from pipesgd.checks import check_left_out, check_version
 from pipesgd.ddp.attached import with_clipping
 from pipesgd.errors import UserInputError
+from pipesgd.sections import Updates, Windows
 
 OPTIONAL = ("pytorch_lightning", "lightning", "accelerate", "transformers", "datasets", "matplotlib")
 
@@ -52,20 +53,10 @@ def test_what_a_loop_has_itself_is_refused_in_one_line(value: object, shown: str
         check_left_out({"width": 2, "clip_norm": value}, in_the_loop)
 
 
-@pytest.mark.parametrize(
-    ("options", "clip_norm"),
-    [
-        ({}, 1.0),
-        ({"clip_norm": None}, 1.0),
-        ({"local_steps": None}, 1.0),
-        ({"local_steps": 4}, None),
-        ({"fragments": 4}, None),
-        ({"outer": "elastic"}, None),
-        ({"outer": None, "fragments": 1, "average_state": False, "moving_rate": None}, 1.0),
-    ],
-)
-def test_local_steps_alone_need_not_know_how_the_loop_clips(options: dict[str, object], clip_norm: object) -> None:
-    assert with_clipping(options, {"clip_norm": 1.0}).get("clip_norm") == clip_norm
+@pytest.mark.parametrize(("windows", "clip_norm"), [(None, 1.0), (Windows(), None), (Windows(local_steps=4), None)])
+def test_local_steps_alone_need_not_know_how_the_loop_clips(windows: Windows | None, clip_norm: object) -> None:
+    found = with_clipping(Updates(prediction="none"), windows, {"clip_norm": 1.0})
+    assert found == Updates(prediction="none", clip_norm=clip_norm)
 
 
 def test_a_package_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,12 +69,6 @@ def test_a_package_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.Mo
     for enough in ("1.15", "1.15.0rc1", "1.15.3", "2.0.dev0"):
         versions["accelerate"] = enough
         check_version("accelerate", "1.15", "pipesgd.accelerate")
-
-
-def test_what_an_accelerator_has_is_refused_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.15")
-    with pytest.raises(UserInputError, match=r"^scaler must be left out, since the Accelerator has its own; got fp16$"):
-        pipesgd.accelerate.attach(None, None, None, scaler="fp16")
 
 
 @pytest.mark.slow

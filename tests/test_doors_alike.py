@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from _ranks import error_of, run_ranks
+from _sections import sections
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
@@ -45,12 +46,12 @@ class Loop:
         if name in ("attach", "compress"):
             self.model = DistributedDataParallel(model, **options.pop("of_ddp", {}))
             make: Any = functools.partial(attach, width=int(width)) if name == "attach" else compress
-            self.pipeline = make(self.model, *(() if name == "compress" else (optimizer,)), **options)
+            self.pipeline = make(self.model, *(() if name == "compress" else (optimizer,)), **sections(**options))
         elif name == "Pipelined":
             options.pop("of_ddp", None)
-            self.pipeline = Pipelined(model, optimizer, width=int(width), **options)
+            self.pipeline = Pipelined(model, optimizer, width=int(width), **sections(**options))
         elif name == "LocalSteps":
-            self.pipeline = LocalSteps(model, optimizer, width=int(width), local_steps=2, **options)
+            self.pipeline = LocalSteps(model, optimizer, width=int(width), **sections(local_steps=2, **options))
         self._steps_itself = name in ("plain", "attach", "compress")
 
     def update(self, loss: Tensor, before: Callable[[], None] = lambda: None, **how: Any) -> None:

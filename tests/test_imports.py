@@ -26,6 +26,7 @@ TESTBED = REPOSITORY / "experiments" / "testbed"
 
 FLOORS = [
     {"errors", "checks", "process", "functions", "guests", "nested", "options", "toml_file"},
+    {"sections"},
     {
         *("config", "pipeline_config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
         "shards",

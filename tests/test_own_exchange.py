@@ -22,6 +22,7 @@ import pipesgd.backend
 import pipesgd.ddp
 from pipesgd import Pipelined
 from pipesgd.ranks import Ranks
+from pipesgd.sections import Wire
 from timing_model.schedules import Schedule, ring
 
 pytestmark = pytest.mark.slow
@@ -198,11 +199,11 @@ def _doors(ranks: Ranks, codec: Any, all_reduce: Any) -> list[Tensor]:
         inputs = torch.randn(4, 30, generator=torch.Generator().manual_seed(ranks.rank))
         model = layers if door == "Pipelined" else DistributedDataParallel(layers)
         if door == "Pipelined":
-            pipeline: Any = Pipelined(model, optimizer, codec=codec, all_reduce=all_reduce)
+            pipeline: Any = Pipelined(model, optimizer, codec=codec, wire=Wire(all_reduce=all_reduce))
         elif door == "attach":
-            pipeline = pipesgd.ddp.attach(model, optimizer, codec=codec, all_reduce=all_reduce)
+            pipeline = pipesgd.ddp.attach(model, optimizer, codec=codec, wire=Wire(all_reduce=all_reduce))
         else:
-            pipeline = pipesgd.ddp.compress(model, codec, all_reduce=all_reduce)
+            pipeline = pipesgd.ddp.compress(model, codec, wire=Wire(all_reduce=all_reduce))
         with pipeline:
             for _ in range(4):
                 optimizer.zero_grad() if door != "Pipelined" else None
@@ -227,7 +228,7 @@ def _differing(ranks: Ranks) -> str:
     model = nn.Linear(3, 1)
     all_reduce = [my_ring, lambda rank, world_size: ring(rank, world_size)][ranks.rank]
     with pytest.raises(pipesgd.DisagreementError) as caught:
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), all_reduce=all_reduce)
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), wire=Wire(all_reduce=all_reduce))
     return str(caught.value)
 
 

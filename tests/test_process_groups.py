@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import error_of, run_ranks
+from _sections import sections
 from _small_problem import regress, small_problem
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,7 @@ from pipesgd.comm.connections import Connections
 from pipesgd.ddp import attach, compress
 from pipesgd.ranks import Ranks, among, current
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Wire
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +57,13 @@ def train(kind: str, job: int, rank: int, group: dist.ProcessGroup | None, **opt
     network = model if own_loop else DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if kind == "Pipelined":
-        strategy: Any = Pipelined(model, optimizer, codec="int8", process_group=group, **options)
+        strategy: Any = Pipelined(model, optimizer, codec="int8", process_group=group, **sections(**options))
     elif kind == "LocalSteps":
-        strategy = LocalSteps(model, optimizer, local_steps=3, codec="int8", process_group=group, **options)
+        strategy = LocalSteps(model, optimizer, codec="int8", process_group=group, **sections(local_steps=3, **options))
     elif kind == "attach":
-        strategy = attach(network, optimizer, codec="int8", **options)
+        strategy = attach(network, optimizer, codec="int8", **sections(**options))
     else:
-        strategy = compress(network, codec="int8", **options)
+        strategy = compress(network, codec="int8", **sections(**options))
     step = strategy.step if own_loop else optimizer.step
     with strategy:
         for of_ranks in batches:
@@ -102,7 +104,7 @@ def _by_native(ranks: Ranks) -> str:
     model, batches = small_problem(0, [4, 30, 2], iterations=5, world_size=2)
     group = own_group(ranks) if ranks.world_size == 4 else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with Pipelined(model, optimizer, all_reduce="native", process_group=group) as pipeline:
+    with Pipelined(model, optimizer, process_group=group, wire=Wire(all_reduce="native")) as pipeline:
         for of_ranks in batches:
             regress(model, of_ranks[dist.get_rank(group)]).backward()
             pipeline.step()
@@ -140,7 +142,7 @@ def _wrong_ways(ranks: Ranks) -> list[str]:
 
     def make(**options: Any) -> Pipelined:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Pipelined(model, optimizer, process_group=group, **options)
+        return Pipelined(model, optimizer, process_group=group, **sections(**options))
 
     def out_of_step() -> None:
         with make() as pipeline:
@@ -214,7 +216,9 @@ def _refused(ranks: Ranks) -> list[str]:
     model = nn.Linear(4, 2)
 
     def make(group: Any, **options: Any) -> None:
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, **options).close()
+        Pipelined(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, **sections(**options)
+        ).close()
 
     dist.destroy_process_group(other)
     return [

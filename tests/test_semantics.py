@@ -20,6 +20,7 @@ import torch._dynamo.testing
 from _ranks import run_ranks
 from _reference import pipe_sgd
 from _runs import succeed, succeed_in
+from _sections import sections
 from _small_problem import assert_same_weights, clip_by_torch, regress, small_problem
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -40,6 +41,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.evaluation import evaluate, mean, sums
 from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.metrics import IterationMetrics
+from pipesgd.sections import Updates
 from pipesgd.strategy import Strategy
 from pipesgd.systems.servers.strategy import ParameterServers
 
@@ -61,7 +63,7 @@ def make(
         return ParameterServers(model, optimizer, staleness_bound=0, ranks=ranks)
     _, width, *prediction = name.split()
     prediction = prediction or ["local"]
-    return Pipelined(model, optimizer, width=int(width), prediction=prediction[0], ranks=ranks, **clip)
+    return Pipelined(model, optimizer, width=int(width), ranks=ranks, **sections(prediction=prediction[0], **clip))
 
 
 def test_the_loop_in_the_documentation_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +364,7 @@ def train_one_cycle(kind: str, width: int, prediction: str) -> tuple[list[Any], 
     model = nn.Linear(2, 1)
     made: Any = (RecordingSGD if kind == "sgd" else RecordingAdamW)(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(made, max_lr=0.1, total_steps=8, cycle_momentum=True)
-    pipeline = Pipelined(model, made, width=width, prediction=prediction)
+    pipeline = Pipelined(model, made, width=width, updates=Updates(prediction=prediction))
     computed_under = []
     for _ in range(8):
         computed_under.append([made.param_groups[0][name] for name in made.options])
@@ -593,7 +595,7 @@ def count_hooks(prediction: str | type[Prediction]) -> tuple[int, int]:
     everywhere: list[Any] = []
     optimizer.register_step_post_hook(lambda *_: own.append(None))
     handle = register_optimizer_step_post_hook(lambda *_: everywhere.append(None))
-    pipeline = Pipelined(model, optimizer, width=3, prediction=prediction)
+    pipeline = Pipelined(model, optimizer, width=3, updates=Updates(prediction=prediction))
     for _ in range(5):
         model(torch.ones(1, 2)).sum().backward()
         pipeline.step()

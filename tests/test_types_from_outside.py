@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import pipesgd
-from pipesgd import CommunicationError, Int4, Pipelined, Ranks, StepReport
+from pipesgd import CommunicationError, Int4, Pipelined, Ranks, StepReport, Updates, Wire
 from pipesgd.backend import BackendOptions
 from pipesgd.ddp import attach, compress
 
@@ -38,7 +38,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ddp_model: D
     except CommunicationError as lost:
         reveal_type(lost.peer)  # int | None
         raise
-    attached = attach(ddp_model, optimizer, codec="int8")
+    updates = Updates(prediction="local", on_nonfinite="skip")
+    attached = attach(ddp_model, optimizer, codec="int8", wire=Wire(all_reduce="ring", buckets="1"), updates=updates)
     reveal_type(attached)  # pipesgd.ddp.attached.AttachedPipeline
     reveal_type(attached.report)  # pipesgd.strategy.StepReport
     reveal_type(compress(ddp_model))  # pipesgd.ddp.compressed.CompressedBuckets
@@ -51,7 +52,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ddp_model: D
 
 WRONG = """
 import torch
-from pipesgd import Int4, Pipelined, Pipelnied
+from pipesgd import Int4, Pipelined, Pipelnied, Updates
 
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -59,6 +60,7 @@ Pipelined(model, optimizer, widht=2)
 Pipelined(model, optimizer, width="2")
 Int4(block="8")
 Pipelined(model, optimizer).step().aplied
+Updates(on_nonfinite="skp")
 """
 
 
@@ -108,4 +110,4 @@ def test_a_program_in_strict_mode_sees_the_types_of_the_public_names(said: dict[
 
 def test_mistakes_in_a_program_are_found(said: dict[str, list[str]]) -> None:
     errors = [line for line in said["wrong"] if ": error: " in line]
-    assert [error.partition(":")[0] for error in errors] == ["3", "7", "8", "9", "10"]
+    assert [error.partition(":")[0] for error in errors] == ["3", "7", "8", "9", "10", "11"]

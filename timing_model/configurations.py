@@ -73,8 +73,7 @@ def with_mesh(job: Job, objects: str) -> str:
     """Return the arguments of a loop with islands after its ``objects``, and the mesh of the islands."""
     if job.mesh.is_one_island:
         return f"{job.islands.split} over all ranks, by torch alone"
-    words = f'width={job.width}, codec="{job.codec}", all_reduce="{job.all_reduce}"'
-    words = _joined(objects, words, _segments(job), _buckets(job), "mesh=mesh")
+    words = _joined(objects, f'width={job.width}, codec="{job.codec}"', _wire(job, buckets=True), "mesh=mesh")
     batches = f" and {job.micro_batches} micro-batches" if job.micro_batches > 1 else ""
     return f"Pipelined({words}) with a mesh of ({job.mesh.number}, {job.islands.members}){batches}"
 
@@ -83,14 +82,14 @@ def _call(job: Job) -> str:
     if job.strategy == "ddp":
         hook = "" if job.codec == UNCOMPRESSED else f" and model.register_comm_hook(None, {HOOK})"
         return f"model = DistributedDataParallel(layers){hook}, without pipesgd"
-    all_reduce = "" if job.all_reduce == "ring" else f'all_reduce="{job.all_reduce}"'
-    exchange = _joined(f'codec="{job.codec}"', all_reduce, _segments(job))
+    exchange = _joined(f'codec="{job.codec}"', _wire(job, buckets=job.width > 1))
     if job.width == 1:
         return f"pipesgd.ddp.compress(model, {exchange}){_own_buckets(job)}"
     if job.cut == WHOLE:
         return f"pipesgd.ddp.attach(model, optimizer, width={job.width}, {exchange})"
-    words = _joined(f"layers, optimizer, width={job.width}", exchange, _buckets(job))
-    return f"pipesgd.Pipelined({words}) in a loop without DistributedDataParallel"
+    return (
+        f"pipesgd.Pipelined(layers, optimizer, width={job.width}, {exchange}) in a loop without DistributedDataParallel"
+    )
 
 
 def _own_buckets(job: Job) -> str:
@@ -107,9 +106,11 @@ def _joined(*words: str) -> str:
     return ", ".join(filter(None, words))
 
 
-def _segments(job: Job) -> str:
-    return "" if job.segment_bytes == SEGMENT_BYTES else f"segment_bytes={job.segment_bytes}"
-
-
-def _buckets(job: Job) -> str:
-    return "" if job.cut == WHOLE else f'buckets="{job.buckets}"'
+def _wire(job: Job, *, buckets: bool) -> str:
+    """Return the argument that says how gradients travel, empty for the defaults; in ``buckets`` only if that is so."""
+    words = _joined(
+        "" if job.all_reduce == "ring" else f'all_reduce="{job.all_reduce}"',
+        "" if job.segment_bytes == SEGMENT_BYTES else f"segment_bytes={job.segment_bytes}",
+        f'buckets="{job.buckets}"' if buckets and job.cut != WHOLE else "",
+    )
+    return f"wire=pipesgd.Wire({words})" if words else ""

@@ -44,11 +44,12 @@ from experiments.simulated_runs import accuracy_of, batches_of, evaluated
 from experiments.systems.workloads import WORKLOADS
 from pipesgd import Pipelined
 from pipesgd.cli import parse as parse_training
-from pipesgd.config import DEFAULT_TIMEOUT, TrainConfig
+from pipesgd.config import TrainConfig
 from pipesgd.data import make_workload
 from pipesgd.errors import UserInputError
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT
 from pipesgd.systems.layers.passes import Passes
 from pipesgd.systems.layers.plan import rows_of_passes
 from pipesgd.systems.layers.splitting import split_layers

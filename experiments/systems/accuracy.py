@@ -36,11 +36,9 @@ from experiments.systems.catalogue import HOGWILD, NAME
 from experiments.systems.workloads import NODES, Workload
 from experiments.testbed_jobs import NEVER, run_training
 from pipesgd.cli import parse as parse_training
-from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.codecs.options import DENSE_CODECS
-from pipesgd.config import TrainConfig
+from pipesgd.config import TrainConfig, options_of
 from pipesgd.errors import RunError
-from pipesgd.pipeline_config import PipelineConfig
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
@@ -50,11 +48,11 @@ SHARES = (1.0, 0.25)
 """Shares of a workload's learning rate with which systems are trained that may need a lower one."""
 Key = tuple[str, str, int, float]
 """Key of a training: workload, system, seed, and share of the workload's learning rate."""
-SIMULATED_FIELDS = (
-    *("width", "prediction", "local_steps", "fragments"),
-    *("outer", "outer_lr", "outer_momentum", "moving_rate"),
+SIMULATED_OPTIONS = (
+    *("width", "codec", "prediction", "local-steps", "fragments"),
+    *("outer", "outer-lr", "outer-momentum", "moving-rate"),
 )
-"""Options of the pipeline that the simulation knows; all others must have their defaults."""
+"""Options of the exchange that the simulation knows; all others must have their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +87,17 @@ class Curve:
 
 def is_simulated(config: TrainConfig) -> bool:
     """Return True if simulated ranks train as real ones do, bit for bit: pipelines and windows on a ring."""
-    simulated = PipelineConfig(**{name: getattr(config.pipeline, name) for name in SIMULATED_FIELDS})
-    plain = CompressionConfig(codec=config.compression.codec)
-    return config.pipeline == simulated and config.compression == plain and plain.codec in DENSE_CODECS
+    options = options_of(config.pipeline, config.wire, config.windows, config.compression)
+    defaults = TrainConfig().options()
+    others = {name for name, value in options.items() if value != defaults[name]} - {*SIMULATED_OPTIONS}
+    return not others and not config.updates.guard and config.compression.codec in DENSE_CODECS
 
 
 def is_synchronous(config: TrainConfig) -> bool:
     """Return True if the gradients are the sums of synchronous training, whatever the order in which they add up."""
     pipeline = config.pipeline
     if pipeline.strategy == "pipelined":
-        return pipeline.width == 1 and not pipeline.in_windows and config.compression.codec == "fp32"
+        return pipeline.width == 1 and not config.in_windows and config.compression.codec == "fp32"
     return pipeline.strategy == "ps-sync" or (pipeline.strategy == "ddp" and pipeline.ddp_hook == "none")
 
 
@@ -110,7 +109,8 @@ def may_need_less(config: TrainConfig) -> bool:
     """
     pipeline = config.pipeline
     if pipeline.strategy == "pipelined":
-        return (pipeline.width > 1 and pipeline.prediction == "none") or pipeline.outer in ("elastic", "nesterov")
+        stale = pipeline.width > 1 and config.updates.prediction == "none"
+        return stale or config.windows.outer in ("elastic", "nesterov")
     return pipeline.strategy in ("ps-async", "easgd-async")
 
 
@@ -126,7 +126,7 @@ def plan(workloads: Mapping[str, Workload], words_of_systems: Mapping[str, str],
         config, own_program = parse_training(shlex.split(f"{one.trained()} {words}")), system == HOGWILD
         if config.pipeline.strategy == "local":
             continue
-        window = config.pipeline.local_steps  # after which all ranks have the same weights
+        window = config.windows.local_steps  # after which all ranks have the same weights
         every = window * math.ceil(one.iterations / EVALUATIONS / window)
         shares = SHARES if own_program or may_need_less(config) else SHARES[:1]
         once = is_synchronous(config) and not is_simulated(config)

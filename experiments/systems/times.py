@@ -90,7 +90,7 @@ class Cell:
 
 def block_of(config: TrainConfig, quick: bool) -> int:
     """Return the iterations of a round: whole windows, in which every fragment has its turn."""
-    window = config.pipeline.local_steps * config.pipeline.fragments
+    window = config.windows.local_steps * config.windows.fragments
     return window * math.ceil((QUICK_BLOCK if quick else BLOCK) / window)
 
 
@@ -102,10 +102,10 @@ def predicted(config: TrainConfig, words: str, profile: Profile, nodes: int) -> 
     [compute] = profile.compute
     strategy = config.pipeline.strategy
     if strategy == "pipelined":
-        if config.pipeline.reduce != "matrix":
+        if config.wire.reduce != "matrix":
             return {
                 "reason": "reduce must be matrix, since only a run knows what else it will exchange; "
-                f"got {config.pipeline.reduce}"
+                f"got {config.wire.reduce}"
             }
         try:
             asked = dataclasses.replace(config, planning=PlanningConfig(cluster=Path("cluster.toml")))
@@ -143,7 +143,7 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
         not_timed = (
             {}
             if setting.computes == CORES
-            else {words: WITHOUT_ACTIVATIONS for words, one in configs.items() if one.pipeline.reduce != "matrix"}
+            else {words: WITHOUT_ACTIVATIONS for words, one in configs.items() if one.wire.reduce != "matrix"}
         )
         timed = [words for words in configs if words not in not_timed]
         plan: list[dict[str, Any]] = [

@@ -22,7 +22,6 @@ from pipesgd.comm.connections import make_all_reduce
 from pipesgd.comm.native import check_ddp_on_gloo, ring_wire_bytes
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import communication_group
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.clipping import Clipping
@@ -30,6 +29,7 @@ from pipesgd.optim.step import SynchronousUpdate
 from pipesgd.pipeline_config import DDP_HOOKS
 from pipesgd.ranks import Ranks, lost
 from pipesgd.replicas import combine_buffers, sum_buffer
+from pipesgd.sections import DEFAULT_TIMEOUT
 from pipesgd.strategy import Span, StepReport, Strategy
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]

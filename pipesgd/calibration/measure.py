@@ -37,6 +37,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
+from pipesgd.sections import PredictionKind
 from timing_model.all_reduce import messages_meet
 from timing_model.cluster_profile import Profile
 from timing_model.measured import PARAMETER_SERVER
@@ -116,7 +117,7 @@ def measure(
     codecs: Sequence[str],
     all_reduces: Sequence[str],
     servers: bool,
-    prediction: str,
+    prediction: PredictionKind,
     brief: bool = False,
 ) -> Measured | None:
     """Measure the ranks, their network and the model's training; rank 0 reports what is done, and what is wrong.
@@ -141,7 +142,7 @@ def measure(
     Raises:
         CommunicationError: a rank was lost.
     """
-    begin, timeout = time.perf_counter(), config.run.timeout
+    begin, timeout = time.perf_counter(), config.timeout
     where, nics, hosts = places_of(ranks), interfaces.interfaces_of(ranks), machines.machines_of(ranks)
     shared = machines.ranks_per_core(hosts)
 

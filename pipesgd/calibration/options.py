@@ -9,18 +9,16 @@ from typing import Any
 from pipesgd.checks import check_timeout
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.config import (
-    DEFAULT_TIMEOUT,
     DataConfig,
     ModelConfig,
     OptimizationConfig,
-    RunConfig,
     TrainConfig,
     options_of,
     sections_of,
 )
 from pipesgd.errors import UserInputError
 from pipesgd.options import check_options, option
-from pipesgd.pipeline_config import PREDICTIONS
+from pipesgd.sections import DEFAULT_TIMEOUT, PREDICTIONS, PredictionName, Wire
 from timing_model.schedules import ALL_REDUCES
 
 SMALLEST_BYTES = 1 << 10
@@ -60,7 +58,7 @@ class CalibrationOptions:
     audition: bool = False
     """Train with the best predicted configurations in turns, too, for about 6 s, and keep their times: for this number
     of ranks, plans then prefer what was measured."""
-    prediction: str = option("eager", choices=PREDICTIONS)
+    prediction: PredictionName = option("eager", choices=PREDICTIONS)
     """Prediction from the gradients in flight, on which the late update's time depends: as in pipesgd.train."""
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that a rank waits for another one, for any reason, before the calibration fails. Where ranks meet, one
@@ -109,7 +107,7 @@ class CalibrateConfig:
             data=self.data,
             model=self.model,
             optimization=self.optimization,
-            run=RunConfig(timeout=self.calibration.timeout),
+            wire=Wire(timeout=self.calibration.timeout),
         )
 
 

@@ -28,6 +28,7 @@ from pipesgd.optim.build import build_optimizer
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.ranks import Ranks
 from pipesgd.run.forward_backward import forward_backward
+from pipesgd.sections import PredictionKind, Updates, Wire
 from pipesgd.strategy import Span
 
 SYNCHRONOUS, LATE = 1, 2
@@ -96,7 +97,7 @@ class Training:
         config: TrainConfig,
         model: nn.Module,
         batches: ShardedBatches,
-        prediction: str,
+        prediction: PredictionKind,
         modes: Sequence[TrainingMode],
         ranks: Ranks,
         make: Make | None = None,
@@ -122,10 +123,10 @@ class Training:
                     own,
                     optimizer,
                     width=way.width,
-                    prediction=prediction,
-                    scaler=scaler,
                     codec=way.codec,
-                    all_reduce=way.all_reduce,
+                    wire=Wire(all_reduce=way.all_reduce),
+                    updates=Updates(prediction=prediction),
+                    scaler=scaler,
                     ranks=ranks,
                 )
             )

@@ -8,23 +8,10 @@ import reprlib
 from typing import Any
 
 from pipesgd.errors import CommunicationError, UserInputError
-from pipesgd.functions import OWN, check_function, function_of, in_one_line, kind
+from pipesgd.functions import OWN, function_of, in_one_line, kind
 from pipesgd.ranks import Ranks, check_same
-from timing_model.schedules import ALL_REDUCES, Algorithm, Schedule, make_schedule
-
-
-def all_reduce_name(all_reduce: str | Algorithm) -> str:
-    """Return the name of an all-reduce; that of a function is ``module:function``.
-
-    Raises:
-        UserInputError: it is neither a function, nor one of ``ALL_REDUCES``, nor written as ``module:function``.
-    """
-    if isinstance(all_reduce, str):
-        check_function("all-reduce", all_reduce, kind(all_reduce), (*ALL_REDUCES, OWN))
-        return all_reduce
-    if not callable(all_reduce):
-        raise UserInputError(f"all-reduce must be a name or a function; got {type(all_reduce).__name__}")
-    return f"{all_reduce.__module__}:{getattr(all_reduce, '__qualname__', type(all_reduce).__qualname__)}"
+from pipesgd.sections import all_reduce_name
+from timing_model.schedules import Algorithm, Schedule, make_schedule
 
 
 def agreed_schedule(all_reduce: str | Algorithm, ranks: Ranks, ranks_per_node: int = 1) -> Schedule:

@@ -15,10 +15,10 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.checks import check_left_out, check_one_of
+from pipesgd.checks import refuse
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import ON_NONFINITE
+from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import (
     LoopHooks,
     before_update,
@@ -40,23 +40,14 @@ from pipesgd.optim.step import check_unchanged, set_aside_gradients
 from pipesgd.pipeline.in_flight import InFlight
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.true_weights_hooks import unwrapped
-from pipesgd.pipeline_config import OF_WINDOWS, PipelineConfig
+from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.make import check_momentum
+from pipesgd.sections import Updates, Windows, Wire
 from pipesgd.strategy import Span, StepReport
-
-IN_THE_LOOP = {
-    name: f"a loop with DistributedDataParallel has its own {own}"
-    for name, own in (("guard", "steps"), ("scaler", "steps"), ("buckets", "buckets"), ("mesh", "ranks"))
-}
-"""Options of ``Pipelined`` in whose place the loop has something of its own."""
+from timing_model.buckets import WHOLE
 
 ROUNDING = 0.01
 """Share of a value by which the loop's clipping and scaling may differ from ours, in any precision."""
-
-_WINDOW_DEFAULTS = {
-    item.name: item.default for item in dataclasses.fields(PipelineConfig) if item.name in ("outer", *OF_WINDOWS)
-}
-"""Options of windows of local steps, and the values with which there are none."""
 
 
 def attach(
@@ -65,10 +56,14 @@ def attach(
     *,
     width: int = 2,
     codec: str | CodecOptions | OwnCodec = "fp32",
-    local_steps: int | None = None,
+    windows: Windows | None = None,
+    wire: Wire | None = None,
+    updates: Updates | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    on_nonfinite: str = "stop",
-    **options: Any,
+    seed: int = 0,
+    init_sync: bool = True,
+    ranks: Ranks | None = None,
+    process_group: Group | None = None,
 ) -> Attached:
     """Let the training loop of ``ddp_model`` and ``optimizer`` be Pipe-SGD of width K; the loop stays as it is.
 
@@ -89,50 +84,48 @@ def attach(
         ddp_model: a model in DistributedDataParallel without a communication hook but that of a closed pipeline.
         optimizer: the optimizer of all of its parameters that require a gradient.
         width: iterations in flight, K; 1 is synchronous.
-        codec: encoding of gradients: a name, ``CodecOptions`` such as ``Int4(block=64)``, or an ``OwnCodec``.
-        local_steps: iterations that each rank trains by itself between exchanges, H. None means 1 with another
-            option of such windows (``outer``, ``fragments``, ...), and otherwise that every gradient is exchanged.
-            For local steps, ``ddp_model`` must be made without ``SyncBatchNorm``, without ``find_unused_parameters``
-            and, if it has buffers, with ``broadcast_buffers=False``: torch would communicate in every iteration.
+        codec: encoding of gradients: a name, an object such as ``Int4(64)``, or an ``OwnCodec``.
+        windows: windows of local steps, which each rank trains by itself between exchanges (``pipesgd.Windows``). By
+            default every gradient is exchanged. For local steps, ``ddp_model`` must be made without ``SyncBatchNorm``,
+            without ``find_unused_parameters`` and, if it has buffers, with ``broadcast_buffers=False``: torch would
+            communicate in every iteration.
+        wire: how gradients travel, as in ``pipesgd.Pipelined``, without ``buckets`` and ``reduce``. The timeout is by
+            default that of the process group: half an hour with gloo, unless the group was made with another one.
+        updates: as in ``pipesgd.Pipelined``, without ``guard``. ``clip_norm`` and ``clip_value`` say how the loop clips
+            gradients, so that predictions and ``close`` clip them alike; with local steps they are left out, since
+            both are about the rank's own movement. ``on_nonfinite`` "stop" raises ``NonFiniteGradientError`` from
+            ``backward``, and "skip" leaves the update out; with a ``scaler``, the loop's own GradScaler leaves it out.
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
-        on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
-            ``scaler``, the loop's own GradScaler leaves it out.
-        options: further arguments of ``pipesgd.Pipelined``, except ``guard``, ``buckets``, ``mesh`` and ``reduce``, or
-            with local steps those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``, and
-            ``timeout`` is that of the group: half an hour with gloo, unless the group was made with another one.
-            ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip
-            them alike; with local steps they are left out, since both are about the rank's own movement.
+        seed: seed of random numbers, as in ``pipesgd.Pipelined``.
+        init_sync: whether all ranks get rank 0's parameters, buffers and optimizer state, as in ``pipesgd.Pipelined``.
+        ranks: the ranks to work with, as in ``pipesgd.Pipelined``.
+        process_group: the group whose ranks train the model; by default that of ``ddp_model``.
 
     Raises:
         UserInputError: the model has a communication hook, the optimizer does not hold all of its parameters, or a
             value is out of range.
         CommunicationError: a rank could not be reached.
     """
-    check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
-    options = {"timeout": None} | options
-    options |= {"width": width, "codec": codec, "loop_scaler": scaler, "on_nonfinite": on_nonfinite}
-    steps = local_steps_of(options | {"local_steps": local_steps})
-    if steps is None:
-        options = {name: value for name, value in options.items() if name not in _WINDOW_DEFAULTS}
-        return AttachedPipeline(ddp_model, optimizer, **options)
-    return AttachedLocalSteps(ddp_model, optimizer, local_steps=steps, **options)
+    wire, updates = wire or Wire(), updates or Updates()
+    common: dict[str, Any] = {
+        "width": width,
+        "codec": codec,
+        "wire": wire,
+        "updates": updates,
+        "scaler": scaler,
+        "seed": seed,
+        "init_sync": init_sync,
+        "ranks": ranks,
+        "process_group": process_group,
+    }
+    if windows is None:
+        return AttachedPipeline(ddp_model, optimizer, **common)
+    return AttachedLocalSteps(ddp_model, optimizer, windows, **common)
 
 
-def local_steps_of(options: dict[str, Any]) -> int | None:
-    """Return the length of windows with these ``options`` of ``attach``, in iterations; None without local steps."""
-    asked = any(options.get(name, value) != value for name, value in _WINDOW_DEFAULTS.items())
-    steps: int | None = options.get("local_steps")
-    return 1 if steps is None and asked else steps
-
-
-def is_late(options: dict[str, Any]) -> bool:
-    """Return whether the model holds other weights than the true ones between steps, with these ``options``."""
-    return options["width"] != 1 or local_steps_of(options) is not None
-
-
-def with_clipping(options: dict[str, Any], clipping: dict[str, Any]) -> dict[str, Any]:
-    """Return ``options`` of ``attach`` for a loop whose ``clipping`` is known; local steps need not know it."""
-    return options | (clipping if local_steps_of(options) is None else {})
+def with_clipping(updates: Updates | None, windows: Windows | None, clipping: dict[str, Any]) -> Updates | None:
+    """Return ``updates`` of ``attach`` for a loop whose ``clipping`` is known; local steps need not know it."""
+    return updates if windows is not None else dataclasses.replace(updates or Updates(), **clipping)
 
 
 class AttachedPipeline(Pipelined):
@@ -161,20 +154,30 @@ class AttachedPipeline(Pipelined):
         ddp_model: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         *,
-        loop_scaler: torch.amp.GradScaler | None,
-        on_nonfinite: str,
-        **options: Any,
+        width: int,
+        codec: str | CodecOptions | OwnCodec,
+        wire: Wire,
+        updates: Updates,
+        scaler: torch.amp.GradScaler | None,
+        seed: int,
+        init_sync: bool,
+        ranks: Ranks | None,
+        process_group: Group | None,
     ):
-        check_left_out(options, IN_THE_LOOP)
-        if (reduce := options.get("reduce", "matrix")) != "matrix":
-            raise UserInputError(
-                "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole gradients; "
-                f"got {reduce}"
-            )
+        refuse(
+            (updates.guard,
+             "guard must be left out, since a loop with DistributedDataParallel has its own steps; got True"),
+            (wire.cut != WHOLE,
+             "buckets must be left out, since a loop with DistributedDataParallel has its own buckets; "
+             f"got {wire.buckets}"),
+            (wire.reduce != "matrix",
+             "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole gradients; "
+             f"got {wire.reduce}"),
+        )  # fmt: skip
         check_model(ddp_model)
         check_dense_embeddings(ddp_model)
         check_all_held(ddp_model, optimizer)
-        self._scaler = loop_scaler if loop_scaler is not None and loop_scaler.is_enabled() else None
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._ddp_model = ddp_model
         self._due: StepReport | None = None
         """Report of the last backward pass, until the optimizer has stepped."""
@@ -188,16 +191,22 @@ class AttachedPipeline(Pipelined):
         """Contexts that the end of a step of the optimizer closes."""
         self._mean: FlatBuffer | None = None
         """The mean that the backward pass has put into ``.grad``."""
-        self._clip = Clipping(norm=options.get("clip_norm"), value=options.get("clip_value"))
+        self._clip = Clipping(norm=updates.clip_norm, value=updates.clip_value)
         """Clipping that the loop has announced."""
         self._looks_for_changes = True
         """True until an update has looked whether the loop changes the mean otherwise than it has announced."""
         self._stepping_itself = False
         self._started = False
-        if options.get("ranks") is None:
-            options["process_group"] = options.get("process_group") or ddp_model.process_group
         super().__init__(
-            ddp_model, optimizer, on_nonfinite="skip" if self._scaler is not None else on_nonfinite, **options
+            ddp_model,
+            optimizer,
+            width=width,
+            codec=codec,
+            wire=wire,
+            updates=updates if self._scaler is None else dataclasses.replace(updates, on_nonfinite="skip"),
+            seed=seed,
+            init_sync=init_sync,
+            ranks=ranks or current(wire.timeout, process_group or ddp_model.process_group),
         )
         self._own_steps.remove()  # the loop takes them
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}

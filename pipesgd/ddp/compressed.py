@@ -17,12 +17,11 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.checks import check_at_least, check_one_of, check_timeout
+from pipesgd.checks import check_at_least, check_one_of
 from pipesgd.codecs.base import OwnCodec, mixed
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
-from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import BucketHook, check_dense_embeddings, check_model, done, gradients_of, register_comm_hook
@@ -30,23 +29,19 @@ from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite, check_layouts, memory_layout, real_numel
 from pipesgd.functions import OWN, kind
 from pipesgd.pipeline.sameness import check_same_settings, plain
-from pipesgd.pipeline_config import check_messages
 from pipesgd.ranks import current
 from pipesgd.reducers.base import mean_over_ranks
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.reducers.make import compiled_codec, dense_reducer
+from pipesgd.sections import Wire, differing
 from pipesgd.strategy import Span, StepReport
-from timing_model.schedules import SEGMENT_BYTES, Algorithm
 
 
 def compress(
     ddp_model: DistributedDataParallel,
     codec: str | CodecOptions | OwnCodec = "int8",
     *,
-    all_reduce: str | Algorithm = "ring",
-    timeout: float | None = None,
-    segment_bytes: int = SEGMENT_BYTES,
-    connections: int = 1,
+    wire: Wire | None = None,
     seed: int = 0,
     process_group: Group | None = None,
 ) -> CompressedBuckets:
@@ -57,13 +52,11 @@ def compress(
 
     Args:
         ddp_model: a model in DistributedDataParallel without a communication hook.
-        codec: encoding of gradients: a name, ``CodecOptions`` such as ``Int4(block=64)``, or an ``OwnCodec``; all but
-            topk and powersgd.
-        all_reduce: the algorithm, by its name on the command line or as a function; see ``pipesgd.Pipelined``.
-        timeout: seconds that a rank waits for another one in any one message; None means as long as in operations of
-            ``process_group``: half an hour with gloo, unless the group was made with another timeout.
-        segment_bytes: largest message in bytes, 1 MiB by default.
-        connections: connections to each rank, used in turn.
+        codec: encoding of gradients: a name, an object such as ``Int4(64)``, or an ``OwnCodec``; all but topk and
+            powersgd.
+        wire: how gradients travel, as in ``pipesgd.Pipelined``, without ``rate_limit``, ``buckets`` and ``reduce``. The
+            timeout is by default that of operations of ``process_group``: half an hour with gloo, unless the group was
+            made with another one.
         seed: seed of the random numbers of stochastic rounding.
         process_group: the group whose ranks sum their gradients; by default that of ``ddp_model``.
 
@@ -74,10 +67,7 @@ def compress(
     return CompressedBuckets(
         ddp_model,
         codec_options(codec),
-        all_reduce=all_reduce,
-        timeout=timeout,
-        segment_bytes=segment_bytes,
-        connections=connections,
+        wire=wire or Wire(),
         seed=seed,
         process_group=process_group,
     )
@@ -97,35 +87,31 @@ class CompressedBuckets:
         ddp_model: DistributedDataParallel,
         options: CodecOptions,
         *,
-        all_reduce: str | Algorithm,
-        timeout: float | None,
-        segment_bytes: int,
-        connections: int,
+        wire: Wire,
         seed: int,
         process_group: Group | None,
     ):
         check_model(ddp_model)
         check_dense_embeddings(ddp_model)
         check_one_of("codec", kind(options.codec), (*DENSE_CODECS, OWN))
-        name = all_reduce_name(all_reduce)
-        check_messages(name, segment_bytes, connections)
-        options.check_all_reduce(name)
-        check_timeout(timeout)
+        options.check_all_reduce(wire.all_reduce_name)
+        for name, value in differing(wire, but=("all_reduce", "segment_bytes", "connections", "timeout")).items():
+            raise UserInputError(f"{name} must be left out of compress, which sums torch's buckets; got {value!r}")
         check_at_least("seed", seed, 0)
         self.iteration = 0
         self._options = options
         self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
         self._seed = seed
-        self._ranks = current(timeout, process_group or ddp_model.process_group)
-        settings = {"all_reduce": name, "segment_bytes": segment_bytes, "connections": connections, "seed": seed}
+        self._ranks = current(wire.timeout, process_group or ddp_model.process_group)
+        settings = {**plain(wire), "timeout": None, "seed": seed}  # timeouts may differ
         check_same_settings(self._ranks, settings | plain(options), {})
         device = self._parameters[0].device
         self._connections = Connections(
-            all_reduce,
+            wire.all_reduce,
             self._ranks,
             timeout=self._ranks.timeout,
-            segment_bytes=segment_bytes,
-            connections=connections,
+            segment_bytes=wire.segment_bytes,
+            connections=wire.connections,
             device=device.type,
         )
         self._thread = CommunicationThread(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.checks import check_left_out
+from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import (
     LoopHooks,
     before_update,
@@ -27,11 +30,13 @@ from pipesgd.flat_buffer import are_finite
 from pipesgd.optim.optimizer_copy import without_effect
 from pipesgd.optim.step import set_aside_gradients
 from pipesgd.pipeline.local_steps import LocalSteps
+from pipesgd.ranks import Ranks, current
+from pipesgd.sections import Updates, Windows, Wire
 from pipesgd.strategy import StepReport
 
 
 class AttachedLocalSteps(LocalSteps):
-    """Local steps inside a DistributedDataParallel program. ``attach(..., local_steps=H)`` makes one.
+    """Local steps inside a DistributedDataParallel program. ``attach(..., windows=Windows(local_steps=H))`` makes one.
 
     An iteration of the loop is taken apart like this:
 
@@ -53,17 +58,26 @@ class AttachedLocalSteps(LocalSteps):
         self,
         ddp_model: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
+        windows: Windows,
         *,
-        loop_scaler: torch.amp.GradScaler | None,
-        on_nonfinite: str,
-        **options: Any,
+        width: int,
+        codec: str | CodecOptions | OwnCodec,
+        wire: Wire,
+        updates: Updates,
+        scaler: torch.amp.GradScaler | None,
+        seed: int,
+        init_sync: bool,
+        ranks: Ranks | None,
+        process_group: Group | None,
     ):
-        check_left_out(options, dict.fromkeys(("clip_norm", "clip_value"), "the loop clips its gradients itself"))
+        for name, value in (("clip_norm", updates.clip_norm), ("clip_value", updates.clip_value)):
+            if value is not None:
+                raise UserInputError(f"{name} must be left out, since the loop clips its gradients itself; got {value}")
         check_model(ddp_model)
         _check_sends_nothing(ddp_model)
         check_all_held(ddp_model, optimizer)
-        self._scaled = loop_scaler is not None and loop_scaler.is_enabled()
-        self._skips = on_nonfinite == "skip" or self._scaled
+        self._scaled = scaler is not None and scaler.is_enabled()
+        self._skips = updates.on_nonfinite == "skip" or self._scaled
         self._computed = False
         """True from the end of a backward pass to that of its iteration."""
         self._skipped = False
@@ -71,13 +85,22 @@ class AttachedLocalSteps(LocalSteps):
         self._started = False
         self._update = contextlib.ExitStack()
         """Contexts that the end of a step of the optimizer closes."""
-        if options.get("ranks") is None:
-            options["process_group"] = options.get("process_group") or ddp_model.process_group
-        super().__init__(ddp_model, optimizer, on_nonfinite="skip" if self._skips else "stop", **options)
+        super().__init__(
+            ddp_model,
+            optimizer,
+            windows,
+            width=width,
+            codec=codec,
+            wire=wire,
+            updates=dataclasses.replace(updates, on_nonfinite="skip" if self._skips else "stop"),
+            seed=seed,
+            init_sync=init_sync,
+            ranks=ranks or current(wire.timeout, process_group or ddp_model.process_group),
+        )
         self._own_steps.remove()  # the loop takes them
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
-        if loop_scaler is not None and self._scaled:
-            self._loop_hooks.before_update_of(loop_scaler, self.before_scaler_update)
+        if scaler is not None and self._scaled:
+            self._loop_hooks.before_update_of(scaler, self.before_scaler_update)
 
     def step(self) -> StepReport:
         """Refuse: the loop's ``optimizer.step`` is the step."""

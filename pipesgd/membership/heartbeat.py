@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pipesgd.config import DEFAULT_STALL_SECONDS, DEFAULT_TIMEOUT
+from pipesgd.config import DEFAULT_STALL_SECONDS
 from pipesgd.errors import named
 from pipesgd.membership.farewell import Farewell
 from pipesgd.membership.store import MalformedValue, decode
+from pipesgd.sections import DEFAULT_TIMEOUT
 
 BEAT_SECONDS = 1.0
 """Seconds between two heartbeats of a rank."""

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from pipesgd.checks import check_one_of
-from pipesgd.config import ON_NONFINITE
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import are_finite, give_gradients
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
+from pipesgd.sections import ON_NONFINITE
 from pipesgd.shards import local
 from pipesgd.strategy import Span, StepReport
 

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from pipesgd.errors import UserInputError
-from pipesgd.pipeline_config import cut_of
+from pipesgd.sections import cut_of
 from timing_model.buckets import WHOLE
 
 

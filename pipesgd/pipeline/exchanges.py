@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from pipesgd.checks import check_one_of
 from pipesgd.errors import UserInputError
-from pipesgd.pipeline_config import REDUCES
 from pipesgd.reducers.make import GATHERING, gathering
+from pipesgd.sections import REDUCES
 
 WHOLE = "matrix"
 """Exchange of gradients that are summed whole."""

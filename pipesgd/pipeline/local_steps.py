@@ -34,12 +34,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from pipesgd.checks import check_timeout
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
-from pipesgd.config import DEFAULT_TIMEOUT
+from pipesgd.config import check_left_to_windows, check_whole
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import check_shapes
 from pipesgd.guests import guest
@@ -54,13 +53,15 @@ from pipesgd.pipeline.prediction import (
 )
 from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
 from pipesgd.pipeline.window import Window
-from pipesgd.pipeline_config import (
-    check_fragments,
-    check_local_steps,
+from pipesgd.ranks import Ranks, given_ranks
+from pipesgd.sections import (
+    DEFAULT_TIMEOUT,
+    Updates,
+    Windows,
+    Wire,
     check_parts,
     check_width,
 )
-from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.strategy import Comparison, StepReport, Strategy
 
 AVERAGE_LR, LATE_AVERAGE_LR, NESTEROV_LR, NESTEROV_MOMENTUM = 1.0, 0.8, 0.7, 0.9
@@ -116,10 +117,16 @@ class OwnMovement(OwnGradients):
             torch._foreach_mul_(guess, max(agreement.cosine, 0.0) ** 2)
 
 
+class _InTurns(Pipelined):
+    """A pipeline of fragments, of which each exchange sums one."""
+
+    _in_turns = True
+
+
 class LocalSteps(Strategy):
     """Local steps: each rank trains by itself for H iterations, a window, before the ranks exchange their movements.
 
-    A movement is how far a window has moved a rank's weights. With ``outer="average"`` this is Local SGD (Stich, ICLR
+    A movement is how far a window has moved a rank's weights. With outer "average" this is Local SGD (Stich, ICLR
     2019), with "nesterov" DiLoCo (Douillard et al., 2023), and with "elastic" EASGD (Zhang, Choromanska and LeCun,
     NeurIPS 2015), all of them pipelined at ``width`` 2 and more. docs/semantics.md has the equations.
 
@@ -146,32 +153,27 @@ class LocalSteps(Strategy):
         model: the module whose parameters ``optimizer`` updates, on one device. It must not be in
             DistributedDataParallel, which exchanges gradients, too; for that there is ``pipesgd.ddp``.
         optimizer: any ``torch.optim.Optimizer``. Schedules change its learning rate in every iteration.
-        local_steps: iterations between exchanges, H.
-        outer: how windows are applied: "average" or "nesterov" (mean movements), or "elastic" (mean differences from
-            the centre).
-        outer_lr: learning rate of the outer optimizer; by default 0.7 for "nesterov", and for "average" 0.8 or, at
-            width 1, 1, which gives all ranks the mean of their weights.
-        outer_momentum: momentum of "nesterov", 0.9 by default.
-        moving_rate: share of its way to the centre that a rank is pulled after each window with "elastic"; by default
-            0.9 / p for p ranks, and at most 1 / p. The centre moves by p times as large a share of its way to the
-            ranks' mean.
-        average_state: whether all ranks also get the mean of the state of their optimizers, such as momentum, whenever
-            they get that of their weights; at width 1. It is the tensors shaped like their parameters that a first step
-            makes. A rank that has not stepped with a parameter yet has the state of a gradient of zero.
-        fragments: parts of the weights, of about equal size, that are exchanged in turns, those of the last layers
-            first; at most as many as parameters, with "average", and neither topk nor powersgd.
+        windows: length of the windows and their outer optimizer (``pipesgd.Windows``): "average" or "nesterov" apply
+            mean movements, and "elastic" mean differences from the centre, which moves by p times the moving rate of
+            its way to the ranks' mean.
+
+            With ``average_state`` all ranks also get the mean of the tensors in the state of their optimizers, such as
+            momentum, that are shaped like their parameters and that a first step makes. A rank that has not stepped
+            with a parameter yet has the state of a gradient of zero.
+
+            ``fragments`` are parts of about equal size, those of the last layers first; at most as many as parameters,
+            with "average", and neither topk nor powersgd.
         width: windows in flight, K.
-        warmup_iterations: first iterations that are exchanged one by one, at width 1.
-        clip_norm: largest norm of this rank's own gradient.
-        clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
-        scaler: loss scaler for float16, of these local steps alone, as in ``Pipelined``; each rank's scale is its own.
         codec: encoding of movements, as in ``Pipelined``; with "elastic", one that keeps no residual.
-        on_nonfinite: "stop" or "skip", for this rank's own gradients and for mean movements.
-        timeout: seconds that a rank waits for another one, as in ``Pipelined``.
+        wire: how movements travel (``pipesgd.Wire``), without ``buckets`` and ``reduce``.
+        updates: ``clip_norm`` and ``clip_value`` are about this rank's own gradient, ``on_nonfinite`` about that and
+            mean movements, and the first ``warmup_iterations`` are exchanged one by one, at width 1. ``prediction`` and
+            ``guard`` are left out.
+        scaler: loss scaler for float16, of these local steps alone, as in ``Pipelined``; each rank's scale is its own.
+        seed: seed of random numbers, as in ``Pipelined``.
+        init_sync: whether all ranks get rank 0's parameters and buffers, as in ``Pipelined``.
         ranks: the ranks to work with, as in ``Pipelined``.
         process_group: the group whose ranks these are, as in ``Pipelined``.
-        options: further arguments of ``Pipelined``, except ``prediction``, ``guard``, ``buckets``, ``reduce``,
-            ``in_turns`` and ``mesh``.
 
     Raises:
         UserInputError: a value out of range, an optimizer without a parameter to train, parameters that share memory,
@@ -180,7 +182,7 @@ class LocalSteps(Strategy):
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with LocalSteps(model, optimizer, local_steps=2, width=1) as strategy:
+        >>> with LocalSteps(model, optimizer, Windows(local_steps=2), width=1) as strategy:
         ...     for _ in range(3):
         ...         model(torch.ones(4, 2)).sum().backward()
         ...         print(strategy.step().applied)
@@ -195,68 +197,48 @@ class LocalSteps(Strategy):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        windows: Windows,
         *,
-        local_steps: int,
-        outer: str = "average",
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        moving_rate: float | None = None,
-        average_state: bool = False,
-        fragments: int = 1,
         width: int = 2,
-        warmup_iterations: int = 0,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        scaler: torch.amp.GradScaler | None = None,
         codec: str | CodecOptions | OwnCodec = "fp32",
-        on_nonfinite: str = "stop",
-        timeout: float | None = DEFAULT_TIMEOUT,
+        wire: Wire | None = None,
+        updates: Updates | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
+        init_sync: bool = True,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
-        **options: Any,
     ):
-        for name in ("prediction", "guard", "buckets", "reduce", "in_turns", "mesh"):
-            if name in options:
-                raise UserInputError(f"{name} must be left out with local steps; got {options[name]!r}")
-        check_local_steps(
-            local_steps,
-            outer,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            moving_rate=moving_rate,
-            average_state=average_state,
-            fragments=fragments,
-            width=width,
-        )
-        check_width(width, warmup_iterations)
+        wire, updates = wire or Wire(), updates or Updates()
+        outer, fragments = windows.outer or "average", windows.fragments
+        check_width(width)
+        windows.check_used(width)
+        check_left_to_windows(wire, updates)
         check_not_schedule_free(optimizer)
-        check_timeout(timeout)
         chosen_codec = codec_options(codec)
-        check_fragments(fragments, chosen_codec.codec)
+        check_whole(wire, windows, chosen_codec.codec)
         chosen_codec.check_outer(outer)
-        clip = Clipping(norm=clip_norm, value=clip_value)
+        clip = Clipping(norm=updates.clip_norm, value=updates.clip_value)
         self.module = model
         """Model that is trained."""
         self.replicated = True
         self.owns_optimizer = True
         self._optimizer = optimizer
-        self._local_steps = local_steps
+        self._local_steps = windows.local_steps
         self._fragments = fragments
-        self._warmup_iterations = warmup_iterations
-        self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
+        self._warmup_iterations = updates.warmup_iterations
+        self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=updates.on_nonfinite)
         check_parts(fragments, len(self._inner.parameters))
         if share_memory(self._inner.parameters):
             raise UserInputError(
                 "parameters must not share memory with local steps (tie them by assigning the Parameter itself, "
                 "b.weight = a.weight); got some that do"
             )
-        self._averages = guest("average state")(optimizer, self._inner.parameters) if average_state else None
-        if fragments > 1:
-            options |= {"buckets": fragments, "in_turns": True}
-        self._ranks = given_ranks(ranks, process_group, timeout)
-        elastic = guest("elastic")(moving_rate, self._ranks.world_size) if outer == "elastic" else None
-        lr = outer_lr if elastic is None else elastic.lr
-        self._outer = outer_optimizer(self._inner.parameters, outer, lr, outer_momentum, width=width)
+        self._averages = guest("average state")(optimizer, self._inner.parameters) if windows.average_state else None
+        self._ranks = given_ranks(ranks, process_group, DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout)
+        elastic = guest("elastic")(windows.moving_rate, self._ranks.world_size) if outer == "elastic" else None
+        lr = windows.outer_lr if elastic is None else elastic.lr
+        self._outer = outer_optimizer(self._inner.parameters, outer, lr, windows.outer_momentum, width=width)
         [group] = self._outer.param_groups
         self._settings = {
             "outer": outer,
@@ -268,26 +250,30 @@ class LocalSteps(Strategy):
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
         own = {
-            "local_steps": local_steps,
-            "average_state": average_state,
-            "clip_norm": clip_norm,
-            "clip_value": clip_value,
+            "local_steps": windows.local_steps,
+            "average_state": windows.average_state,
+            "clip_norm": updates.clip_norm,
+            "clip_value": updates.clip_value,
         }
         names = [] if self._averages is None else self._averages.names(model)
         check_same_settings(self._ranks, own | optimizer_settings(optimizer), {"averaged state": names})
         self._inner.loss_scale.take()
         try:
-            self._pipeline = Pipelined(
+            kind = Pipelined if fragments == 1 else _InTurns
+            self._pipeline = kind(
                 model,
                 self._outer,
                 width=width,
-                warmup_iterations=warmup_iterations,
-                prediction=OwnMovement if elastic is None else elastic.prediction,
                 codec=chosen_codec,
-                on_nonfinite=on_nonfinite,
-                timeout=timeout,
+                wire=dataclasses.replace(wire, buckets=fragments),
+                updates=Updates(
+                    prediction=OwnMovement if elastic is None else elastic.prediction,
+                    warmup_iterations=updates.warmup_iterations,
+                    on_nonfinite=updates.on_nonfinite,
+                ),
+                seed=seed,
+                init_sync=init_sync,
                 ranks=self._ranks,
-                **options,
             )
         except BaseException:
             self._inner.loss_scale.leave()

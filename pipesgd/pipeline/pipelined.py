@@ -17,14 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
-from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.transport import Group, Mesh
-from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE
+from pipesgd.config import check_whole
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
 from pipesgd.flat_buffer import (
     FlatBuffer,
@@ -56,16 +54,15 @@ from pipesgd.pipeline.buckets import BackwardHooks
 from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.exchanges import WHOLE as WHOLE_GRADIENTS
-from pipesgd.pipeline.exchanges import Exchanges, Reduce, words_of
+from pipesgd.pipeline.exchanges import Exchanges, words_of
 from pipesgd.pipeline.in_flight import InFlight, Outgoing
 from pipesgd.pipeline.islands import island_of
 from pipesgd.pipeline.optimizer_state import share_rank_0s_state
 from pipesgd.pipeline.packing import Packing
-from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
+from pipesgd.pipeline.prediction import Agreement, SwappedWeights
 from pipesgd.pipeline.sameness import check_compute_alike, check_same_training, plain
 from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsiders, warn_of_write
-from pipesgd.pipeline_config import check_buckets, check_messages, check_reduce, check_width, cut_of, rate_of
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_eligible, check_momentum, check_reducer, gathering
@@ -76,9 +73,9 @@ from pipesgd.replicas import (
     nonfinite_ranks,
     share_rank_0s_values,
 )
+from pipesgd.sections import DEFAULT_TIMEOUT, Updates, Windows, Wire, check_reduce, check_width
 from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
-from timing_model.schedules import SEGMENT_BYTES, Algorithm
 
 T = TypeVar("T")
 
@@ -117,40 +114,25 @@ class Pipelined(Strategy):
             DistributedDataParallel, which exchanges gradients, too; for that there is ``pipesgd.ddp``.
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
-        warmup_iterations: first iterations that run at width 1. At width 1, all do.
-        prediction: estimate of the gradients in flight: "eager", "local" or "none", or a class of predictions
-            (``pipesgd.pipeline.prediction``).
-        guard: whether to fall back to width 1 for a while, on all ranks, when gradients blow up
-            (``pipesgd.pipeline.divergence_guard``). At width 1 there is nothing to guard.
-        clip_norm: largest norm of the averaged gradient; a larger one is scaled down when it is applied.
-        clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
-        scaler: loss scaler for float16, of this pipeline alone; neither its ``step`` nor its ``update`` may be called
-            (``pipesgd.optim.loss_scale``). An update whose gradients are not finite is left out then.
         codec: encoding of gradients: a name, ``CodecOptions`` such as ``Int4(block=64)``, or a
             ``pipesgd.codecs.base.OwnCodec``. The ``momentum_correction`` of ``TopK`` replaces the optimizer's momentum,
             which must be 0 then.
-        all_reduce: the algorithm, by its name on the command line ("native" is torch's own), or a function of a rank
-            and the number of ranks that returns the rank's ``timing_model.schedules.Schedule``.
-        on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
-        timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native); 120 by
-            default. None means as long as in operations of ``process_group``.
-        segment_bytes: largest message in bytes, 1 MiB by default; native splits messages as torch does.
-        connections: connections to each rank, used in turn.
-        rate_limit: most that this rank sends in a second, as "50mbit" or "6.25MB/s"; see ``--rate-limit``. No limit by
-            default.
-        buckets: number of buckets of about equal size in which the gradient leaves while the backward pass runs, or the
-            largest size of one, such as "1MiB". By default 1: the whole gradient leaves in ``step``. With more, every
-            backward pass outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
-        reduce: exchange of gradients: of all parameters for which it is made, or a mapping from the names of
-            parameters to the exchange of each. "matrix" sums gradients whole. "rows" gathers, of embeddings'
+        wire: how gradients travel (``pipesgd.Wire``). ``all_reduce`` may be a function of a rank and the number of
+            ranks that returns the rank's ``timing_model.schedules.Schedule``. With ``buckets``, every backward pass
+            outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
+
+            ``reduce`` is the exchange of gradients: of all parameters for which it is made, or a mapping from the names
+            of parameters to the exchange of each. "matrix" sums gradients whole. "rows" gathers, of embeddings'
             gradients, the rows that are not zero (``pipesgd.systems.exchanges.rows``). "factors" gathers, for linear
             layers' weights, the inputs and the output gradients of the batch, and multiplies those of all ranks
             (``pipesgd.systems.exchanges.factors``). Such a weight may be used nowhere else, and nothing but a backward
             pass may change its ``.grad``. Both are exact and uncompressed, and all other gradients are summed whole.
             Embeddings that are exchanged by rows may be sparse. Topk, powersgd, all-reduce native and GPUs are refused,
             except with "matrix". ``pipesgd.systems.exchanges.fewest_bytes`` says what sends fewer bytes.
-        in_turns: whether a step sums one bucket alone, in turns, in which case no other parameter may have a gradient;
-            only ``LocalSteps`` has a use for that.
+        updates: how gradients are applied, and those in flight predicted (``pipesgd.Updates``). ``prediction`` may be a
+            class of predictions (``pipesgd.pipeline.prediction``). At width 1 there is nothing to predict or to guard.
+        scaler: loss scaler for float16, of this pipeline alone; neither its ``step`` nor its ``update`` may be called
+            (``pipesgd.optim.loss_scale``). An update whose gradients are not finite is left out then.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
         init_sync: whether all ranks get rank 0's parameters, buffers and optimizer state; without it they must have the
             same parameters and the same state already, and buffers stay each rank's own.
@@ -175,52 +157,41 @@ class Pipelined(Strategy):
         ((), (0,))
     """
 
+    _in_turns = False
+    """True if a step sums one bucket alone, in turns, as fragments of local steps are: no other parameter may have a
+    gradient then."""
+
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         width: int = 2,
-        warmup_iterations: int = 0,
-        prediction: str | type[Prediction] = "eager",
-        guard: bool = False,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        scaler: torch.amp.GradScaler | None = None,
         codec: str | CodecOptions | OwnCodec = "fp32",
-        all_reduce: str | Algorithm = "ring",
-        on_nonfinite: str = "stop",
-        timeout: float | None = DEFAULT_TIMEOUT,
-        segment_bytes: int = SEGMENT_BYTES,
-        connections: int = 1,
-        rate_limit: str | None = None,
-        buckets: int | str = 1,
-        reduce: Reduce = "matrix",
-        in_turns: bool = False,
+        wire: Wire | None = None,
+        updates: Updates | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
         init_sync: bool = True,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
         mesh: Mesh | None = None,
     ):
-        check_width(width, warmup_iterations)
+        wire, updates = wire or Wire(), updates or Updates()
+        check_width(width)
         if width > 1:
             check_not_schedule_free(optimizer)
-        name = all_reduce_name(all_reduce)
-        check_messages(name, segment_bytes, connections)
-        most_bytes = rate_of(rate_limit, name)
+        name = wire.all_reduce_name
         options = codec_options(codec)
         options.check_all_reduce(name)
-        check_buckets(str(buckets), options.codec)
-        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
-        check_timeout(timeout)
+        check_whole(wire, Windows(), options.codec)
         self.module = model
         """Model that is trained."""
         self._optimizer = optimizer
-        exchanges = Exchanges(model, reduce)
-        self._cut: Cut = Cut.of(model, optimizer, str(buckets), exchanges)
+        exchanges = Exchanges(model, wire.reduce)
+        self._cut: Cut = Cut.of(model, optimizer, str(wire.buckets), exchanges)
         device = self._parameters[0].device
-        check_reduce(words_of(reduce) if exchanges.gathered else WHOLE_GRADIENTS, options.codec, name, device.type)
+        check_reduce(words_of(wire.reduce) if exchanges.gathered else WHOLE_GRADIENTS, options.codec, name, device.type)
         self._island = island_of(
             mesh,
             model,
@@ -228,26 +199,25 @@ class Pipelined(Strategy):
             optimizer,
             refused={
                 f"codec {options.codec}": options.codec in ("topk", "powersgd"),
-                f"reduce {words_of(reduce)}": bool(exchanges.gathered),
+                f"reduce {words_of(wire.reduce)}": bool(exchanges.gathered),
                 "ranks or process_group": ranks is not None or process_group is not None,
             },
         )
-        if isinstance(reduce, str):
-            check_eligible(reduce, model, self._parameters)
+        if isinstance(wire.reduce, str):
+            check_eligible(wire.reduce, model, self._parameters)
         self._codec_options = options
-        self._in_turns = in_turns
         self._turn = 0
         """Number of the bucket that the next step sums, with ``in_turns``."""
-        clip = Clipping(norm=clip_norm, value=clip_value)
+        clip = Clipping(norm=updates.clip_norm, value=updates.clip_value)
         whole_clip = clip if self._island is None else dataclasses.replace(clip, total_norm=self._island.total_norm)
         self._updates = DelayedUpdate(
             optimizer,
             self._parameters,
             width=width,
-            warmup_iterations=warmup_iterations,
-            prediction=prediction,
-            guard=guard,
-            clip=None if clip_norm is None and clip_value is None else whole_clip,
+            warmup_iterations=updates.warmup_iterations,
+            prediction=updates.prediction,
+            guard=updates.guard,
+            clip=None if updates.clip_norm is None and updates.clip_value is None else whole_clip,
             island=self._island,
             written=functools.partial(warn_of_write, model),
         )
@@ -260,7 +230,7 @@ class Pipelined(Strategy):
         if scaler is not None and scaler.is_enabled():
             self._loss_scale = LossScale(scaler, self._parameters)
         self._packing = Packing(self._cut, self._loss_scale)
-        self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale is not None
+        self._skip_nonfinite = updates.on_nonfinite == "skip" or self._loss_scale is not None
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
@@ -283,27 +253,21 @@ class Pipelined(Strategy):
             self._checks.append(functools.partial(self._island.check_alike, self._parameters))
         self._settings = {
             "width": width,
-            "warmup_iterations": warmup_iterations,
-            "prediction": plain(prediction),
-            "guard": guard,
-            "clip_norm": clip_norm,
-            "clip_value": clip_value,
+            **plain(updates),
+            **plain(wire),
+            "timeout": None,  # may differ
             "scaler": plain(scaler.state_dict() if scaler is not None else {}),
-            "all_reduce": name,
-            "on_nonfinite": on_nonfinite,
-            "segment_bytes": segment_bytes,
-            "connections": connections,
-            "rate_limit": rate_limit,
             "buckets": self._cut.into,
             "reduce": plain(exchanges.reduce),
-            "in_turns": in_turns,
+            "in_turns": self._in_turns,
             "seed": seed,
             "init_sync": init_sync,
             "device": device.type,
             "mesh": plain(() if self._island is None else self._island.shape),
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
         }
-        self._ranks = given_ranks(ranks, self._island.between if self._island else process_group, timeout)
+        between = self._island.between if self._island else process_group
+        self._ranks = given_ranks(ranks, between, DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout)
         if self._island is not None:
             self._island.join(self._ranks)
         check_same_training(self.all_ranks, self._settings, self._cut)
@@ -313,12 +277,12 @@ class Pipelined(Strategy):
         try:
             self._summing.watch()
             connected = Connections(
-                all_reduce,
+                wire.all_reduce,
                 self._ranks,
-                timeout=self._ranks.timeout if timeout is None else timeout,
-                segment_bytes=segment_bytes,
-                connections=connections,
-                rate_limit=most_bytes,
+                timeout=self._ranks.timeout if wire.timeout is None else wire.timeout,
+                segment_bytes=wire.segment_bytes,
+                connections=wire.connections,
+                rate_limit=wire.rate,
                 device=device.type,
                 buckets=len(self._cut.indices),
             )
@@ -343,7 +307,7 @@ class Pipelined(Strategy):
                 weights = [one for one in self._parameters if exchanges.of(one) == kind]
                 if (hooks := gathering(kind).hooks(model, weights, self._loss_scale)) is not None:
                     self._packing.hooks[kind] = hooks
-            if not in_turns and cut_of(self._cut.into) != WHOLE:
+            if not self._in_turns and wire.cut != WHOLE:
                 self._leaving = BackwardHooks(self.buckets, self._leave)
             drop_gradients(optimizer)
             self._own_steps.refuse_others()

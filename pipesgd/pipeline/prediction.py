@@ -35,7 +35,7 @@ from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.hyperparameters import Hyperparameters
 from pipesgd.optim.optimizer_copy import OptimizerCopy
 from pipesgd.pipeline.notices import Notices, forget_computed_from_weights
-from pipesgd.pipeline_config import PREDICTIONS
+from pipesgd.sections import PREDICTIONS
 from pipesgd.shards import give, kept, local
 from pipesgd.strategy import Comparison
 

@@ -27,6 +27,7 @@ from pipesgd.planning.choose import Known, decide, unmeasured
 from pipesgd.planning.planned import MEASURED, Choices, Planned, shown, words
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
+from pipesgd.sections import PredictionKind
 from pipesgd.strategies import make_pipeline
 from timing_model.cluster_profile import Profile
 from timing_model.measured import Estimate, MeasuredIteration
@@ -149,14 +150,14 @@ def audition(
 
     def make(number: int, own: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Pipelined:
         chosen = config.with_choices({name: candidates[number][name] for name in config.planning.auto})
-        settled = dataclasses.replace(chosen.pipeline, warmup_iterations=0, guard=False)
-        return make_pipeline(dataclasses.replace(chosen, pipeline=settled), own, optimizer, scaler, ranks, reduce)
+        settled = chosen.with_options(warmup_iterations=0, guard=False)
+        return make_pipeline(settled, own, optimizer, scaler, ranks, reduce)
 
     modes, begin = list(map(_mode, candidates)), time.perf_counter()
-    ranks.start_process_group("cpu", config.run.timeout)
+    ranks.start_process_group("cpu", config.timeout)
     with (
         torch.random.fork_rng(devices=[]),
-        Training(config, model, batches, config.pipeline.prediction, modes, ranks, make) as training,
+        Training(config, model, batches, config.updates.prediction, modes, ranks, make) as training,
     ):
         own_paces = _measured(training, min(SECONDS, MOST_SHARE * planned.job_seconds))
     ranks.leave()
@@ -166,7 +167,7 @@ def audition(
     chosen = words(shown(planned.choices, candidates))
     say(console, *_lines(candidates, paces), f"chosen by the audition: {chosen}")
     # The cluster is faster than a run with a limit, and a profile knows exchanges of whole gradients alone.
-    if known is None or config.pipeline.rate_limit is not None or reduce != "matrix" or unmeasured(config):
+    if known is None or config.wire.rate_limit is not None or reduce != "matrix" or unmeasured(config):
         return planned, known
     measured = measured_iterations(candidates, paces, config, ranks.world_size)
     profile = known[0].with_measured(config.model.model, config.samples_per_rank, measured)
@@ -181,7 +182,7 @@ def measure_candidates(
     ranks: Ranks,
     console: Console,
     *,
-    prediction: str,
+    prediction: PredictionKind,
 ) -> Profile | None:
     """Hold an audition of what a plan would compare, without buckets; return the profile with the times on rank 0.
 

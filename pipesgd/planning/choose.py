@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
-from pipesgd.pipeline_config import rate_of
 from pipesgd.planning.planned import Choices, Planned, choices_of
 from timing_model.advice import advice, reason
 from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simplicity
@@ -114,7 +113,7 @@ def decide(
     Raises:
         UserInputError: the job is outside of what was measured.
     """
-    limit = rate_of(config.pipeline.rate_limit, config.pipeline.all_reduce)
+    limit = config.wire.rate
     if limit < math.inf:  # to the model, that is the bandwidth
         profile = dataclasses.replace(profile, compute=(compute,)).limited_to(limit)
         [compute] = profile.compute
@@ -134,7 +133,7 @@ def decide(
         if measured.kind == OUTSIDE and not own:
             raise UserInputError(f"cluster must have been measured near this job; got {measured.reasons[0]}")
         # Options that are not auto may be outside of what was measured; the answer reports that.
-        windows = config.pipeline.in_windows or "fragments" in config.planning.auto
+        windows = config.in_windows or "fragments" in config.planning.auto
         decided = predict_windows(base, config) if windows else search(base, config)
     except UserInputError:
         raise
@@ -159,7 +158,7 @@ def decide(
         why=decided.why,
         iterations=iterations,
         median_share=median_share(answer.job),
-        window=config.pipeline.local_steps * decided.choices["fragments"],
+        window=config.windows.local_steps * decided.choices["fragments"],
         candidates=[choices_in(job) for job in decided.candidates],
         predicted=[predict(job, extrapolate=True).iteration.total for job in decided.candidates],
     )
@@ -175,7 +174,7 @@ def search(base: Job, config: TrainConfig) -> Decided:
     answer = predict(found.best.job, extrapolate=True)
     return Decided(
         choices=choices_in(found.best.job),
-        why=why(found, auto, limited=config.pipeline.rate_limit is not None),
+        why=why(found, auto, limited=config.wire.rate_limit is not None),
         answer=answer,
         candidates=candidates_of(found, answer, auto),
     )
@@ -187,18 +186,18 @@ def predict_windows(base: Job, config: TrainConfig) -> Decided:
     Raises:
         UserInputError: not even the exchange of a single parameter is hidden.
     """
-    pipeline, asked = config.pipeline, bool(config.planning.auto)
+    windows, asked = config.windows, bool(config.planning.auto)
     job = dataclasses.replace(
         base,
-        width=pipeline.width,
+        width=config.pipeline.width,
         codec=config.compression.codec,
-        all_reduce=pipeline.all_reduce,
-        segment_bytes=pipeline.segment_bytes,
+        all_reduce=config.wire.all_reduce_name,
+        segment_bytes=config.wire.segment_bytes,
     )
-    fragments = fewest_fragments(job, pipeline.local_steps) if asked else pipeline.fragments
+    fragments = fewest_fragments(job, windows.local_steps) if asked else windows.fragments
     chosen = config.with_choices({"fragments": fragments})
-    if chosen.pipeline.in_windows:  # not one fragment in every iteration, unless --outer is given
-        answer = predict_in_turns(job, pipeline.local_steps, fragments)
+    if chosen.in_windows:  # not one fragment in every iteration, unless --outer is given
+        answer = predict_in_turns(job, windows.local_steps, fragments)
     else:
         answer = predict(job, extrapolate=True)
     why = f"chosen: --fragments {fragments}, the fewest of which each is exchanged while a window computes"
@@ -270,17 +269,17 @@ def candidates_of(found: Plan, answer: Answer, auto: Sequence[str]) -> list[Job]
 def space_of(profile: Profile, config: TrainConfig, parameters: int) -> Space:
     """Return the space to search for a model with this number of parameters: everything measured that works with the
     options that are not auto."""
-    auto, pipeline = config.planning.auto, config.pipeline
+    auto, wire = config.planning.auto, config.wire
     codecs = [one for one in AUTO_CODECS if one == UNCOMPRESSED or one in profile.codecs]
     all_reduces = [one for one in profile.calibrated.all_reduces if one != "hierarchical" and goes_with(config, one)]
     buckets = [str(one) for one in AUTO_BUCKETS if one <= parameters]
     return Space(
         strategies=("pipelined",),
-        widths=WIDTHS if "width" in auto else (pipeline.width,),
+        widths=WIDTHS if "width" in auto else (config.pipeline.width,),
         codecs=tuple(codecs) if "codec" in auto else (config.compression.codec,),
-        all_reduces=tuple(all_reduces) if "all-reduce" in auto else (pipeline.all_reduce,),
-        segments=SEGMENTS if "segment-bytes" in auto else (pipeline.segment_bytes,),
-        buckets=tuple(buckets) if "buckets" in auto else (pipeline.buckets,),
+        all_reduces=tuple(all_reduces) if "all-reduce" in auto else (wire.all_reduce_name,),
+        segments=SEGMENTS if "segment-bytes" in auto else (wire.segment_bytes,),
+        buckets=tuple(buckets) if "buckets" in auto else (str(wire.buckets),),
     )
 
 
@@ -296,8 +295,8 @@ def goes_with(config: TrainConfig, all_reduce: str) -> bool:
 def unmeasured(config: TrainConfig) -> list[str]:
     """Describe each property of a run that the timing model does not know."""
     found = []
-    if config.pipeline.connections > 1:
-        found.append(f"{config.pipeline.connections} connections; measured: 1")
+    if config.wire.connections > 1:
+        found.append(f"{config.wire.connections} connections; measured: 1")
     if config.compression != CompressionConfig(codec=config.compression.codec):
         found.append(f"{config.compression.codec} with options of its own; measured: as it is by default")
     return found

@@ -65,7 +65,7 @@ def plan_run(
         CommunicationError: a rank was lost while measuring.
     """
     path, asked = config.planning.cluster, config.planning.auto
-    late = {"guard": config.pipeline.guard, "warmup-iterations": config.pipeline.warmup_iterations}
+    late = {"guard": config.updates.guard, "warmup-iterations": config.updates.warmup_iterations}
     if "width" in asked and (used := [f"--{name}" for name, value in late.items() if value]):
         say(console, f"{' and '.join(used)} count at widths above 1 alone, since at width 1 no gradient is late")
     given = share_cluster(path, ranks, console)
@@ -164,7 +164,7 @@ def calibrate_briefly(
 
     codec = config.compression.codec
     searched = AUTO_CODECS if "codec" in config.planning.auto else (codec,)
-    measured = [name for name in MEASURED_ALL_REDUCES if name in (RING, config.pipeline.all_reduce)]
+    measured = [name for name in MEASURED_ALL_REDUCES if name in (RING, config.wire.all_reduce)]
     nbytes = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
     with torch.random.fork_rng(devices=[]):
         found = measure(
@@ -178,7 +178,7 @@ def calibrate_briefly(
             codecs=[one for one in searched if one != "fp32"],
             all_reduces=DEFAULT_ALL_REDUCES if "all-reduce" in config.planning.auto else measured,
             servers=False,
-            prediction=config.pipeline.prediction,
+            prediction=config.updates.prediction,
             brief=True,
         )
     ranks.leave()

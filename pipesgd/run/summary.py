@@ -62,7 +62,7 @@ def network_line(addresses: Sequence[str]) -> str:
 def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, *, total: int, start: int) -> str:
     """Describe in a line or two what is about to run."""
     size = sum(parameter.numel() for parameter in model.parameters())
-    workers = config.pipeline.workers(ranks.world_size)
+    workers = config.workers(ranks.world_size)
     text = (
         f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {workers} "
         f"rank{'s' if workers > 1 else ''} x {config.samples()} samples, {config.describe()}"
@@ -112,25 +112,25 @@ def measured_before(path: Path, ranks: int) -> dict[str, list[float | None]]:
 
 def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: History) -> dict[str, Any]:
     """Return the content of summary.json; ``history`` is that of all iterations."""
-    pipeline = config.pipeline
+    pipeline, windows = config.pipeline, config.windows
     pipelined = pipeline.strategy == "pipelined"
     sent = history.known("wire_bytes")
-    window = sent[-pipeline.local_steps * pipeline.fragments :]  # has one exchange of everything
-    if pipeline.reduce != "matrix":  # rows differ in number; what is gathered is counted on arrival
+    window = sent[-windows.local_steps * windows.fragments :]  # has one exchange of everything
+    if config.wire.reduce != "matrix":  # rows differ in number; what is gathered is counted on arrival
         window = sent[pipeline.width - 1 :]
-    prediction = pipeline.prediction
-    if pipeline.in_windows:
-        prediction = "none" if pipeline.outer == "elastic" else "own movement"
+    prediction = str(config.updates.prediction)
+    if config.in_windows:
+        prediction = "none" if windows.outer == "elastic" else "own movement"
     return {
         "world_size": ranks.world_size,
         "network": ranks.addresses(),  # found before, so that this rank need not ask the others
-        "workers": pipeline.workers(ranks.world_size),
+        "workers": config.workers(ranks.world_size),
         "strategy": pipeline.strategy,
         "width": pipeline.width if pipelined else None,
         "codec": config.compression.codec if pipelined else None,
-        "all_reduce": pipeline.all_reduce if pipelined else None,
+        "all_reduce": config.wire.all_reduce if pipelined else None,
         "prediction": prediction if pipelined and pipeline.width > 1 else "none",
-        "local_steps": pipeline.local_steps if pipeline.strategy in ("pipelined", "easgd-async") else None,
+        "local_steps": windows.local_steps if pipeline.strategy in ("pipelined", "easgd-async") else None,
         "iterations": result.iterations,
         "wall_seconds": result.wall_seconds,
         "seconds": {name: statistics(history.known(name)) for name in SECONDS},

@@ -22,9 +22,9 @@ from pipesgd.optim.build import check_model
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.exchanges import Exchanges, Reduce
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
-from pipesgd.pipeline_config import check_parts, cut_of, rate_of
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_eligible, compiled_codec
+from pipesgd.sections import check_parts
 from timing_model.buckets import WHOLE
 
 TRIED = 2
@@ -42,11 +42,11 @@ def check_exchange(config: TrainConfig, ranks: Ranks) -> None:
     if kind(config.compression.codec) == OWN:
         options = ranks.raise_together("codec", config.compression.chosen)
         compiled_codec(options, ranks, config.run.device)
-    if kind(config.pipeline.all_reduce) == OWN:
-        agreed_schedule(config.pipeline.all_reduce, ranks)
-    if config.pipeline.all_reduce == "hierarchical":
+    if kind(config.wire.all_reduce_name) == OWN:
+        agreed_schedule(config.wire.all_reduce, ranks)
+    if config.wire.all_reduce == "hierarchical":
         ranks_per_node(ranks)
-    if config.pipeline.rate_limit is not None:
+    if config.wire.rate_limit is not None:
         ranks.raise_together("blocks of the codec", functools.partial(_check_blocks, config))
 
 
@@ -54,7 +54,7 @@ def _check_blocks(config: TrainConfig) -> None:
     """Raise ``UserInputError`` if blocks of the codec are larger than messages may be at the rate limit."""
     options = config.compression.chosen()
     if options.codec not in ("topk", "powersgd"):  # which send single values
-        check_block(options.make(), rate_of(config.pipeline.rate_limit, config.pipeline.all_reduce))
+        check_block(options.make(), config.wire.rate)
 
 
 def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:
@@ -103,8 +103,8 @@ def reduce_of(config: TrainConfig, data: DataSplits, model: nn.Module, world_siz
     Where samples are made of symbols, as texts are, a layer has a row of input for each symbol; otherwise for each
     sample.
     """
-    if config.pipeline.reduce != AUTO:
-        return config.pipeline.reduce
+    if config.wire.reduce != AUTO:
+        return config.wire.reduce
     inputs, _ = data.train[torch.arange(1)]
     symbols = [1]
     on_tensors(lambda one: None if one.is_floating_point() else symbols.append(one.numel()), inputs)
@@ -119,11 +119,11 @@ def check_cut(config: TrainConfig, model: nn.Module, reduce: Reduce) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(reduce, str):
         check_eligible(reduce, model, trained)
-    if config.pipeline.fragments > 1:
-        check_parts(config.pipeline.fragments, len(trained))
-    if cut_of(config.pipeline.buckets) != WHOLE:
+    if config.windows.fragments > 1:
+        check_parts(config.windows.fragments, len(trained))
+    if config.wire.cut != WHOLE:
         apart = Exchanges(model, reduce).apart()
-        bucket_indices(model, trained, config.pipeline.buckets, apart)
+        bucket_indices(model, trained, str(config.wire.buckets), apart)
 
 
 def augmentation_of(config: TrainConfig, data: DataSplits) -> Augmentation | None:

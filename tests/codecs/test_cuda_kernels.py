@@ -80,7 +80,7 @@ def unlike(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str]:
 
 def differences(options: dict[str, Any], device: str, values: torch.Tensor, given: tuple[bool, bool]) -> list[str]:
     """Return the differences between the kernels for GPUs, on tensors of ``device``, and those for CPUs."""
-    here, there = CompressionConfig(**options).described.make(), codec_named(**options).make("cuda")
+    here, there = CompressionConfig(**options).described.make(), CompressionConfig(**options).described.make("cuda")
     numel = values.numel()
     message = torch.empty(here.wire_bytes(numel), dtype=torch.uint8)
     here.encode(ordinary(numel, 1), None, message, 5)

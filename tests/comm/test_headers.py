@@ -8,6 +8,7 @@ import pytest
 import torch
 from _memory_transport import MemoryTransport, run_threads
 from _ranks import run_ranks
+from _sections import sections
 from torch import nn
 
 from pipesgd import Pipelined
@@ -69,7 +70,7 @@ def _uneven(ranks: Ranks, all_reduce: str, then: str, group_of: int, paced: bool
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pace: dict[str, Any] = {"rate_limit": "1mbit", "segment_bytes": 64} if paced else {}
-    pipeline = Pipelined(model, optimizer, width=1, all_reduce=all_reduce, timeout=3.0, ranks=ranks, **pace)
+    pipeline = Pipelined(model, optimizer, width=1, ranks=ranks, **sections(all_reduce=all_reduce, timeout=3.0, **pace))
     try:
         for _ in range(4 if ranks.rank >= ranks.world_size - group_of else 3):
             model(torch.ones(5, 4)).square().mean().backward()

@@ -12,8 +12,8 @@ from _virtual_time import virtual_time
 from conftest import REPOSITORY
 
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.errors import UserInputError
+from pipesgd.sections import all_reduce_name
 from timing_model.all_reduce import all_reduce_time
 from timing_model.cli import main
 from timing_model.own_schedules import check_schedules

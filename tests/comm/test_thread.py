@@ -15,6 +15,7 @@ from pipesgd import Pipelined
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.ranks import Ranks
+from pipesgd.sections import Wire
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +109,7 @@ def _step_until_failure(ranks: Ranks, all_reduce: str, leaves: bool) -> Any:
     """Step on all ranks; after two steps rank 2 leaves, or stays without taking part. Return what the others see."""
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = Pipelined(model, optimizer, width=2, all_reduce=all_reduce, timeout=5.0, ranks=ranks)
+    pipeline = Pipelined(model, optimizer, width=2, ranks=ranks, wire=Wire(all_reduce=all_reduce, timeout=5.0))
     begin = time.monotonic()
     try:
         for iteration in range(6):

@@ -65,7 +65,7 @@ def test_every_run_is_one_that_pipesgd_makes_but_for_the_layers_that_are_late() 
         arguments, late = late_layers(one.words.split())
         config = parse_training(arguments)
         assert config.pipeline.width == (1 if one.late == SYNCHRONOUS else 2)
-        assert config.pipeline.prediction == "eager"
+        assert config.updates.prediction == "eager"
         assert (late is None) == (one.late == SYNCHRONOUS)
         if late is not None:
             assert late[0] == one.layer

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
+from _sections import sections
 from _small_problem import classify
 from torch import Tensor, nn
 
@@ -64,7 +65,7 @@ def _train(ranks: Ranks, optimizer: str) -> list[tuple[list[float], dict[str, Te
     results = []
     for case in CASES.values():
         model = _model()
-        pipeline = Pipelined(model, OPTIMIZERS[optimizer](model), ranks=ranks, **case)
+        pipeline = Pipelined(model, OPTIMIZERS[optimizer](model), ranks=ranks, **sections(**case))
         losses = []
         for batch in _batches(ranks.rank):
             loss = classify(model, batch)
@@ -121,7 +122,9 @@ def _train_by_windows(ranks: Ranks, optimizer: str) -> list[tuple[list[float], d
     for case in WINDOWS:
         model = _model()
         losses = []
-        with LocalSteps(model, OPTIMIZERS[optimizer](model), ranks=ranks, **{"local_steps": STEPS} | case) as strategy:
+        with LocalSteps(
+            model, OPTIMIZERS[optimizer](model), ranks=ranks, **sections(**{"local_steps": STEPS} | case)
+        ) as strategy:
             for batch in _batches(ranks.rank):
                 loss = classify(model, batch)
                 loss.backward()

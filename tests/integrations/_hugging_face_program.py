@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _scenario import DEVICE, FOLDER, ON_GPU, SCENARIO
+from _sections import sections
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipesgd import LocalSteps, Pipelined, RunError, UserInputError
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates
 
 warnings.filterwarnings("ignore")
 
@@ -61,7 +63,7 @@ def accelerate() -> dict[str, Any]:
     refused = []
     for change in ({}, {"scaler": torch.amp.GradScaler("cpu")}):
         try:
-            pipesgd.accelerate.attach(accelerator, model, optimizer, **change)
+            pipesgd.accelerate.attach(accelerator, model, optimizer, **sections(**change))
         except UserInputError as error:
             refused.append(str(error))
     found: dict[str, Any] = {"refused": refused, "found": accelerate_loop(stop=7)}
@@ -86,7 +88,7 @@ def accelerate_loop(*, stop: int | None = None, resume: bool = False) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
     pipeline = pipesgd.accelerate.attach(
-        accelerator, model, optimizer, **OPTIONS | ({} if LOCAL else {"clip_norm": 0.3})
+        accelerator, model, optimizer, **sections(**OPTIONS | ({} if LOCAL else {"clip_norm": 0.3}))
     )
     if resume:
         accelerator.load_state(str(FOLDER / "state"))
@@ -126,7 +128,7 @@ def one_after_the_other() -> dict[str, Any]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
-        return model, optimizer, loader, pipesgd.accelerate.attach(accelerator, model, optimizer, **OPTIONS)
+        return model, optimizer, loader, pipesgd.accelerate.attach(accelerator, model, optimizer, **sections(**OPTIONS))
 
     accelerator = make_accelerator()
 
@@ -219,7 +221,7 @@ def make_trainer(folder: Path, steps: int = 12, options: dict[str, Any] | None =
         eval_dataset=data[:32],
     )
     if options is not None:
-        trainer.add_callback(pipesgd.transformers.PipesgdCallback(trainer, **options))
+        trainer.add_callback(pipesgd.transformers.PipesgdCallback(trainer, **sections(**options)))
     return trainer
 
 
@@ -270,7 +272,7 @@ def transformers() -> dict[str, Any]:
         "evaluations with true weights": seen,
     }
     try:
-        pipesgd.transformers.PipesgdCallback(late, clip_norm=1.0)
+        pipesgd.transformers.PipesgdCallback(late, updates=Updates(clip_norm=1.0))
     except UserInputError as error:
         found["refused"] = str(error)
     modal = make_trainer(FOLDER / "e", options=OPTIONS)

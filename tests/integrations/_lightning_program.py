@@ -14,6 +14,7 @@ from unittest import mock
 import fsspec
 import torch
 from _scenario import DEVICE, FOLDER, ON_GPU, SCENARIO
+from _sections import sections
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -97,7 +98,7 @@ def on_device(batch: list[Tensor]) -> list[Tensor]:
 
 
 def fit(trainer_options: dict[str, Any], model: Regression | None = None, **fit_options: Any) -> Regression:
-    strategy = pipesgd_lightning.PipesgdStrategy(**OPTIONS, pipeline_options=LOCAL, **GROUP)
+    strategy = pipesgd_lightning.PipesgdStrategy(pipeline_options=LOCAL, **sections(**OPTIONS, **GROUP))
     trainer = pl.Trainer(**QUIET | RANKS | {"max_epochs": EPOCHS, "strategy": strategy} | trainer_options)
     model = model or Regression()
     trainer.fit(model, loader(), loader(), **fit_options)
@@ -156,7 +157,7 @@ def equal(scenario: str) -> dict[str, Any]:
     itself = None
     if scenario == "clip itself":
         itself = Clipping()
-        own = pipesgd_lightning.PipesgdStrategy(**OPTIONS, pipeline_options={"clip_norm": 0.3})
+        own = pipesgd_lightning.PipesgdStrategy(pipeline_options={"clip_norm": 0.3}, **sections(**OPTIONS))
         trainer_options[scenario] = {"strategy": own}
     found = fit(trainer_options.get(scenario, {}) | {"enable_checkpointing": False}, itself)
     expected = by_pipelined(**pipeline_options.get(scenario, {}))
@@ -269,7 +270,7 @@ def fabric_package() -> Any:
 
 def make_fabric() -> Any:
     options = LOCAL or {"clip_norm": 0.3}
-    strategy = pipesgd_lightning.PipesgdFabricStrategy(**OPTIONS, pipeline_options=options, **GROUP)
+    strategy = pipesgd_lightning.PipesgdFabricStrategy(pipeline_options=options, **sections(**OPTIONS, **GROUP))
     fabric = fabric_package().Fabric(**RANKS, strategy=strategy)
     fabric.launch()
     return fabric

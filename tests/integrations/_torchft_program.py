@@ -17,9 +17,9 @@ from torch.nn.utils import parameters_to_vector
 from experiments.bench_torchft import WINDOW, Torchft
 from experiments.loops import sgd
 from pipesgd import LocalSteps, RunError
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.exit import run_and_exit
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT, Windows
 
 SCENARIO, FOLDER = sys.argv[1], Path(sys.argv[2])
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -57,7 +57,7 @@ def by_torchft(ranks: Ranks, delay: int) -> dict[str, Any]:
 
 def by_local_steps(ranks: Ranks) -> Tensor:
     model = make_model()
-    with LocalSteps(model, sgd(model), local_steps=WINDOW, outer="nesterov", width=1, ranks=ranks) as strategy:
+    with LocalSteps(model, sgd(model), Windows(local_steps=WINDOW, outer="nesterov"), width=1, ranks=ranks) as strategy:
         for inputs, labels in batches(ranks):
             cross_entropy(model(inputs), labels).backward()
             strategy.step()

@@ -27,6 +27,7 @@ from pipesgd.membership.heartbeat import LEFT, Beat, Standing
 from pipesgd.membership.session import open_session
 from pipesgd.ranks import Ranks
 from pipesgd.reducers import make
+from pipesgd.sections import Wire
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +167,7 @@ def _lost_while_it_compiles(ranks: Ranks) -> str:
             patch.setattr(make, "compile_loops", compiles_for_long)
         model = torch.nn.Linear(1, 1)
         try:
-            Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, timeout=1.0)
+            Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, wire=Wire(timeout=1.0))
         except CommunicationError as error:
             ranks.store.set("rank 0 has given up", "")
             return str(error)
@@ -480,7 +481,9 @@ def _one_fails_in_its_own_loop(ranks: Ranks) -> Any:
     with (
         contextlib.suppress(OSError),  # includes CommunicationError
         warnings.catch_warnings(action="ignore"),  # the gradient in flight is dropped
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, timeout=60.0, ranks=ranks) as pipeline,
+        Pipelined(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, ranks=ranks, wire=Wire(timeout=60.0)
+        ) as pipeline,
     ):
         if ranks.rank == 1:
             ranks.report("rank 1: the disk is full")
@@ -512,7 +515,7 @@ def _stopped_together(ranks: Ranks) -> str:
         warnings.simplefilter("ignore")  # gradients in flight are dropped
         try:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with Pipelined(model, optimizer, width=1, timeout=2.0, ranks=ranks) as pipeline:
+            with Pipelined(model, optimizer, width=1, ranks=ranks, wire=Wire(timeout=2.0)) as pipeline:
                 pids = " ".join(map(str, ranks.all_gather_object("processes", os.getpid())))
                 if ranks.rank == 1:
                     stop = f"sleep 0.5; kill -STOP {pids}; sleep 3; kill -CONT {pids}"

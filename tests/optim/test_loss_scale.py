@@ -12,6 +12,7 @@ import pytest
 import torch
 from _ranks import run_ranks
 from _runs import succeed
+from _sections import sections
 from _small_problem import assert_same_weights
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from pipesgd.optim.loss_scale import LossScale
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.forward_backward import forward_backward
+from pipesgd.sections import Updates
 from pipesgd.strategy import Strategy
 
 pytestmark = pytest.mark.slow
@@ -59,7 +61,9 @@ def _train(
     elif kind == "ddp":
         strategy = Ddp(model, optimizer, scaler=scaler, ranks=ranks)
     else:
-        strategy = Pipelined(model, optimizer, scaler=scaler, width=width, prediction=kind, ranks=ranks)
+        strategy = Pipelined(
+            model, optimizer, scaler=scaler, width=width, ranks=ranks, updates=Updates(prediction=kind)
+        )
     scales, skipped, losses, hashes = [], [], [], []
     for iteration in range(ITERATIONS):
         blown = iteration in infinite.get(ranks.rank, [])
@@ -204,7 +208,7 @@ def _flush_between_micro_batches(ranks: Ranks, infinite: bool) -> tuple[float, f
     nn.init.zeros_(model.weight)
     scaler = gradscaler()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    pipeline = Pipelined(model, optimizer, scaler=scaler, prediction="none", ranks=ranks)
+    pipeline = Pipelined(model, optimizer, scaler=scaler, ranks=ranks, updates=Updates(prediction="none"))
 
     def backward(gradient: float) -> None:
         scaler.scale(model(torch.full((1, 1), gradient)).sum()).backward()
@@ -244,8 +248,8 @@ def test_a_scaler_is_refused_while_another_pipeline_has_it(kind: str) -> None:
 
     def start(**options: Any) -> Strategy:
         if kind == "pipelined":
-            return Pipelined(*network(), scaler=scaler, **options)
-        return LocalSteps(*network(), local_steps=2, scaler=scaler, **options)
+            return Pipelined(*network(), scaler=scaler, **sections(**options))
+        return LocalSteps(*network(), scaler=scaler, **sections(local_steps=2, **options))
 
     for _ in range(2):
         with pytest.raises(UserInputError) as failed:  # which keeps all that the constructor has made

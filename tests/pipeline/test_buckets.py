@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
+from _sections import sections
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,9 +22,9 @@ from pipesgd.codecs.options import codec_named
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.flat_buffer import BucketedBuffer
 from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
-from pipesgd.pipeline_config import check_buckets
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Wire
 from timing_model.buckets import Cut, completed
 from timing_model.schedules import split
 
@@ -110,7 +111,7 @@ def test_buckets_of_a_number_are_about_equally_large_and_those_of_the_timing_mod
 )
 def test_what_is_no_cut_is_refused_in_one_line(buckets: str, message: str) -> None:
     with pytest.raises(UserInputError) as caught:
-        check_buckets(buckets, "fp32")
+        Wire(buckets=buckets)
     assert str(caught.value) == message
 
 
@@ -131,7 +132,7 @@ def test_what_is_no_cut_is_refused_in_one_line(buckets: str, message: str) -> No
 def test_buckets_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     model = _net()
     with pytest.raises(UserInputError) as caught:
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), **sections(**options))
     assert str(caught.value) == message
 
 
@@ -238,7 +239,7 @@ def _train(ranks: Ranks, options: dict[str, Any], *, by_hand: bool = False) -> t
     )
     hashes: list[str] = []
     norms: list[float] = []
-    with Pipelined(model, optimizer, ranks=ranks, **own) as pipeline:
+    with Pipelined(model, optimizer, ranks=ranks, **sections(**own)) as pipeline:
         for iteration in range(ITERATIONS):
             for number in range(micro_batches):
                 loss = _loss(model, ranks.rank, 10 * iteration + number) / micro_batches
@@ -328,7 +329,7 @@ def _definition(of_ranks: Sequence[Sequence[Tensor]], buckets: Sequence[Sequence
 def _plain(ranks: Ranks, buckets: int) -> list[Tensor]:
     model = _net()
     with Pipelined(
-        model, torch.optim.SGD(model.parameters(), lr=0.3), width=1, buckets=buckets, ranks=ranks
+        model, torch.optim.SGD(model.parameters(), lr=0.3), width=1, ranks=ranks, wire=Wire(buckets=buckets)
     ) as pipeline:
         for iteration in range(ITERATIONS):
             _loss(model, ranks.rank, iteration).backward()
@@ -367,7 +368,10 @@ def _apart(ranks: Ranks, options: dict[str, Any]) -> list[tuple[str, int]]:
             pipelines = [
                 stack.enter_context(
                     Pipelined(
-                        model, torch.optim.SGD(group, lr=0.1, momentum=0.9), buckets=buckets, ranks=ranks, **options
+                        model,
+                        torch.optim.SGD(group, lr=0.1, momentum=0.9),
+                        ranks=ranks,
+                        **sections(buckets=buckets, **options),
                     )
                 )
                 for group in groups
@@ -403,7 +407,7 @@ def _look_during_backward(ranks: Ranks) -> tuple[bool, list[str], int]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reduced = threading.Event()
-    with Pipelined(model, optimizer, width=1, buckets=3, ranks=ranks) as pipeline:
+    with Pipelined(model, optimizer, width=1, ranks=ranks, wire=Wire(buckets=3)) as pipeline:
         take_mean = pipeline._summing.take_mean
 
         def tell(outgoing: Any, number: int, exchange: str, *, looks: bool) -> None:
@@ -433,7 +437,7 @@ def _compiled(ranks: Ranks) -> tuple[str, str]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         called: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Pipelined(called, optimizer, buckets=buckets, ranks=ranks) as pipeline:
+        with Pipelined(called, optimizer, ranks=ranks, wire=Wire(buckets=buckets)) as pipeline:
             for iteration in range(4):
                 generator = torch.Generator().manual_seed(100 * iteration + ranks.rank)
                 called(torch.randn(3, 4, generator=generator)).square().sum().backward()
@@ -460,7 +464,9 @@ def _sometimes_fails(ranks: Ranks) -> tuple[list[str], str]:
 
     if ranks.rank == 0:
         model.first.weight.register_hook(fail)
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, buckets=7, ranks=ranks) as pipeline:
+    with Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, ranks=ranks, wire=Wire(buckets=7)
+    ) as pipeline:
         for iteration in range(3):
             try:
                 _loss(model, ranks.rank, iteration).backward()
@@ -496,7 +502,7 @@ CALLS: dict[str, Callable[[Pipelined], Any]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_between_backward_and_step_is_refused(call: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, buckets=2)
+    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, wire=Wire(buckets=2))
     before = copy.deepcopy(model.state_dict())
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(UserInputError) as caught:
@@ -517,7 +523,7 @@ def test_a_call_between_backward_and_step_is_refused(call: str) -> None:
 
 def test_a_sparse_gradient_is_refused_where_its_bucket_leaves() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True))
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=1, buckets=2) as pipeline:
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=1, wire=Wire(buckets=2)) as pipeline:
         with pytest.raises(UserInputError, match="sparse=False"):
             model[1](torch.tensor([1])).sum().backward()
         model.zero_grad()
@@ -537,7 +543,7 @@ def _train_with_an_embedding(sparse: str) -> tuple[str, list[str]]:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     messages = []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with Pipelined(model, optimizer, width=1, buckets=3, scaler=scaler) as pipeline:
+    with Pipelined(model, optimizer, width=1, scaler=scaler, wire=Wire(buckets=3)) as pipeline:
         table = model.get_parameter("1.weight")
 
         def attempt(call: Callable[[], Any]) -> None:
@@ -577,7 +583,11 @@ def _resume(ranks: Ranks, width: int, codec: str) -> tuple[str, str]:
     def build() -> tuple[Net, torch.optim.Optimizer, Pipelined]:
         model = _net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, optimizer, Pipelined(model, optimizer, width=width, codec=codec, buckets="300B", ranks=ranks)
+        return (
+            model,
+            optimizer,
+            Pipelined(model, optimizer, width=width, codec=codec, ranks=ranks, wire=Wire(buckets="300B")),
+        )
 
     def run(parts: Any, first: int, last: int) -> None:
         for iteration in range(first, last):
@@ -605,7 +615,7 @@ def _interrupted(ranks: Ranks, buckets: int, method: str, call: int) -> tuple[li
     """
     model = _net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    pipeline = Pipelined(model, optimizer, width=2, codec="int4", buckets=buckets, ranks=ranks)
+    pipeline = Pipelined(model, optimizer, width=2, codec="int4", ranks=ranks, wire=Wire(buckets=buckets))
     parts = model, optimizer, pipeline
 
     def train(first: int, last: int) -> None:
@@ -677,7 +687,7 @@ def test_a_state_of_other_buckets_is_refused() -> None:
     model = nn.Linear(2, 2)
     states = {}
     for buckets in ("1", "2"):
-        with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), buckets=buckets) as pipeline:
+        with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), wire=Wire(buckets=buckets)) as pipeline:
             states[buckets] = pipeline.state_dict()
             pipeline.load_state_dict(states[buckets])
             if buckets == "2":
@@ -699,7 +709,7 @@ def test_memory_is_that_of_one_gradient() -> None:
 
 def test_the_plans_of_all_buckets_are_kept() -> None:
     model = nn.ParameterList([torch.ones(size) for size in range(1, 31)])
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, buckets=30) as pipeline:
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, wire=Wire(buckets=30)) as pipeline:
         for _ in range(2):
             sum(parameter.sum() for parameter in model).backward()
             pipeline.step()

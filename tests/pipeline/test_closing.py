@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
+from _sections import sections
 from torch import nn
 
 from pipesgd import Pipelined
@@ -22,6 +23,7 @@ from pipesgd.comm.thread import CLOSE_SECONDS
 from pipesgd.errors import NonFiniteGradientError, RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.slow
 def _make(ranks: Ranks, **options: Any) -> tuple[nn.Module, Pipelined]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    return model, Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, **options)
+    return model, Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, **sections(**options))
 
 
 def _backward(model: nn.Module, ranks: Ranks, iteration: int) -> None:
@@ -220,7 +222,7 @@ def test_an_update_that_is_interrupted_halfway_is_built_upon_by_nobody() -> None
 
     model = nn.Linear(1, 1)
     optimizer = Interrupted(model.parameters(), lr=0.1)
-    pipeline = Pipelined(model, optimizer, width=2, prediction="none")
+    pipeline = Pipelined(model, optimizer, width=2, updates=Updates(prediction="none"))
     state = pipeline.state_dict()
     for iteration in range(2):
         model(torch.ones(1, 1)).sum().backward()
@@ -242,7 +244,9 @@ def test_an_update_that_is_interrupted_halfway_is_built_upon_by_nobody() -> None
 
 def test_a_gradient_that_is_not_finite_gives_its_buffer_back() -> None:
     model = nn.Linear(1, 1)
-    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, prediction="none")
+    pipeline = Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, updates=Updates(prediction="none")
+    )
     failures = 0
     for iteration in range(12):
         (model(torch.ones(1, 1)).sum() * (float("nan") if iteration % 2 else 1.0)).backward()
@@ -260,7 +264,9 @@ def test_a_gradient_that_is_not_finite_gives_its_buffer_back() -> None:
 def test_weights_that_changed_in_true_weights_are_not_replaced_by_stale_predictions() -> None:
     """A step that kept no gradient used to leave the previous prediction in the parameters."""
     model = nn.Linear(1, 1)
-    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, on_nonfinite="skip")
+    pipeline = Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, updates=Updates(on_nonfinite="skip")
+    )
     for _ in range(2):
         model(torch.ones(1, 1)).sum().backward()
         pipeline.step()

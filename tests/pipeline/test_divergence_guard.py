@@ -15,6 +15,7 @@ from pipesgd import Pipelined
 from pipesgd.pipeline.divergence_guard import FACTOR, SETTLE, SYNCHRONOUS_ITERATIONS, Guard
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +71,9 @@ def _infinite_now_and_then(ranks: Ranks) -> tuple[list[int], list[int]]:
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    pipeline = Pipelined(model, optimizer, width=2, prediction="none", guard=True, scaler=scaler, ranks=ranks)
+    pipeline = Pipelined(
+        model, optimizer, width=2, scaler=scaler, ranks=ranks, updates=Updates(prediction="none", guard=True)
+    )
     fell_back, skipped = [], []
     for iteration in range(3 * SETTLE):
         infinite = ranks.rank == 1 and iteration in (0, 1, SETTLE + 10)
@@ -91,7 +94,10 @@ def test_gradients_that_are_skipped_are_no_blow_up() -> None:
 def _norms_of_complex_parameters(ranks: Ranks) -> float:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     pipeline = Pipelined(
-        nn.ParameterList([parameter]), torch.optim.SGD([parameter], lr=0.1), guard=True, prediction="none", ranks=ranks
+        nn.ParameterList([parameter]),
+        torch.optim.SGD([parameter], lr=0.1),
+        ranks=ranks,
+        updates=Updates(guard=True, prediction="none"),
     )
     for _ in range(2):
         parameter.grad = torch.tensor([3.0, 4.0j])
@@ -110,7 +116,7 @@ def _blow_up(ranks: Ranks, width: int) -> tuple[list[int], list[int], str]:
     """Use gradients of 1, but a large one on rank 1 in iteration 30; return fall-backs, updates per step and a hash."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    pipeline = Pipelined(model, optimizer, width=width, prediction="none", guard=True, ranks=ranks)
+    pipeline = Pipelined(model, optimizer, width=width, ranks=ranks, updates=Updates(prediction="none", guard=True))
     fell_back, applied = [], []
     for iteration in range(SYNCHRONOUS_ITERATIONS + 40):
         scale = 1000.0 if (ranks.rank, iteration) == (1, 30) else 1.0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from _ranks import error_of, run_ranks
 from _reference import pipe_sgd
+from _sections import sections
 from _small_problem import Batch, assert_same_weights, clip_by_torch, falling_lr, regress, small_problem
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -80,7 +81,9 @@ class Member:
         if self.mesh.get_coordinate()[2] and not any(map(is_split, self.model[2].parameters())):
             nn.init.zeros_(self.model[2][0].weight)  # what a layer that is not split has on other ranks does not count
         self.optimizer = OPTIMIZERS[case["optimizer"]](self.model.parameters())
-        self.pipeline = Pipelined(self.model, self.optimizer, mesh=self.mesh, **case["clip"], **case["options"])
+        self.pipeline = Pipelined(
+            self.model, self.optimizer, mesh=self.mesh, **sections(**case["clip"], **case["options"])
+        )
         self.scheduled = case.get("scheduled", False)
 
     def iterate(self, number: int) -> float:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
+from _sections import sections
 from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, codec_named
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Undo
+from pipesgd.sections import Updates, Windows
 from pipesgd.strategy import Strategy
 
 pytestmark = pytest.mark.slow
@@ -78,7 +80,7 @@ def _pipelined_one(
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=scaled)
     options |= {"scaler": scaler} if scaled else {"on_nonfinite": "skip"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = Pipelined(model, optimizer, codec=codec, prediction="none", ranks=ranks, **options)
+    strategy = Pipelined(model, optimizer, codec=codec, ranks=ranks, **sections(prediction="none", **options))
     return _train(strategy, _gradients(ranks, model, bad_at, float("nan")), scaler)
 
 
@@ -110,7 +112,13 @@ def _local_steps_one(ranks: Ranks, bad_at: int | None, codec: CodecOptions) -> O
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
     strategy = LocalSteps(
-        model, optimizer, local_steps=1, outer="average", width=1, codec=codec, on_nonfinite="skip", ranks=ranks
+        model,
+        optimizer,
+        Windows(local_steps=1, outer="average"),
+        width=1,
+        codec=codec,
+        ranks=ranks,
+        updates=Updates(on_nonfinite="skip"),
     )
     no_scaler = torch.amp.GradScaler("cpu", enabled=False)
     return _train(strategy, _gradients(ranks, model, bad_at, 3e38), no_scaler)
@@ -138,7 +146,7 @@ def test_no_copies_are_kept_of_what_is_never_put_back() -> None:
     for on_nonfinite, number in (("stop", None), ("skip", 1)):
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Pipelined(model, optimizer, width=1, codec="int4", on_nonfinite=on_nonfinite) as pipeline:
+        with Pipelined(model, optimizer, width=1, codec="int4", updates=Updates(on_nonfinite=on_nonfinite)) as pipeline:
             sum(one.sum() for one in model.parameters()).backward()  # type: ignore[union-attr]
             pipeline.step()
             undo = pipeline._summing._undo

@@ -14,16 +14,18 @@ import torch
 import torch.distributed as dist
 from _ranks import run_ranks
 from _reference import elastic_averaging, local_steps, weight_streaming
+from _sections import sections
 from _small_problem import assert_same_weights, regress, small_problem
 from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.codecs.options import codec_named
+from pipesgd.config import TrainConfig
 from pipesgd.errors import DisagreementError, NonFiniteGradientError, RunError, UserInputError
-from pipesgd.pipeline_config import PipelineConfig
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.state import RunState
+from pipesgd.sections import Updates, Windows
 
 Outcome = tuple[list[float], list[str], dict[str, Tensor]]
 """Losses, hashes of the true weights after every iteration and the flush, and the weights at the end."""
@@ -47,7 +49,7 @@ def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[Outcome]:
 def _train_one(ranks: Ranks, options: dict[str, Any], make_optimizer: Any = _adamw) -> Outcome:
     model, batches = small_problem(3, [4, 5, 2], ITERATIONS, ranks.world_size)
     losses, hashes = [], []
-    with LocalSteps(model, make_optimizer(model.parameters()), ranks=ranks, **options) as strategy:
+    with LocalSteps(model, make_optimizer(model.parameters()), ranks=ranks, **sections(**options)) as strategy:
         for iteration, of_ranks in enumerate(batches):
             assert strategy.iteration == iteration
             loss = regress(model, of_ranks[ranks.rank])
@@ -116,7 +118,9 @@ def _bytes_of_fragments(ranks: Ranks) -> list[list[int]]:
     found: list[list[int]] = []
     for fragments in (1, 3):
         model, batches = small_problem(3, [4, 5, 2], 6, ranks.world_size)
-        with LocalSteps(model, _sgd(model.parameters()), local_steps=1, fragments=fragments, ranks=ranks) as strategy:
+        with LocalSteps(
+            model, _sgd(model.parameters()), Windows(local_steps=1, fragments=fragments), ranks=ranks
+        ) as strategy:
             found.append([])
             for of_ranks in batches:
                 regress(model, of_ranks[ranks.rank]).backward()
@@ -145,7 +149,7 @@ def test_there_are_no_more_fragments_than_parameters_and_no_other_outer_optimize
         ({"fragments": 2, "average_state": True, "width": 1}, "fragments must be 1 with --average-state, which needs"),
     ):
         with pytest.raises(UserInputError, match=message):
-            LocalSteps(model, _sgd(model.parameters()), local_steps=2, **options)
+            LocalSteps(model, _sgd(model.parameters()), **sections(local_steps=2, **options))
 
 
 class Nesterov:
@@ -210,7 +214,7 @@ def _pull(ranks: Ranks) -> list[tuple[float, float]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     found = []
     options = {"local_steps": 2, "outer": "elastic", "moving_rate": 0.25, "width": 1}
-    with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+    with LocalSteps(model, optimizer, ranks=ranks, **sections(**options)) as strategy:
         for _ in range(6):
             (model(torch.ones(1, 1, dtype=torch.float64)).sum() * (ranks.rank + 1)).backward()
             strategy.step()
@@ -241,7 +245,7 @@ def _overflow_once(ranks: Ranks, width: int) -> list[tuple[Any, ...]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"local_steps": 1, "outer": "elastic", "width": width, "on_nonfinite": "skip"}
     found: list[tuple[Any, ...]] = []
-    with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+    with LocalSteps(model, optimizer, ranks=ranks, **sections(**options)) as strategy:
         for iteration in range(6):
             optimizer.param_groups[0]["lr"] = 1e38 if (ranks.rank, iteration) == (1, 1) else 0.01
             (model(torch.ones(1, 2)).sum() * 10.0).backward()
@@ -290,7 +294,7 @@ def _states_with_gaps(ranks: Ranks, make: Any, steps: int) -> list[list[dict[str
         model, batches = small_problem(3, [4, 5, 2], 4, ranks.world_size)
         optimizer = make(model.parameters())
         options = {"local_steps": steps, "width": 1, "average_state": True, "on_nonfinite": "skip", "timeout": 10.0}
-        with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+        with LocalSteps(model, optimizer, ranks=ranks, **sections(**options)) as strategy:
             for iteration, of_ranks in enumerate(batches):
                 loss = regress(model, of_ranks[ranks.rank])
                 if ranks.rank == 1 and iteration < 2:
@@ -320,7 +324,7 @@ def _overflowing_state(ranks: Ranks) -> tuple[str, bool, str]:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = _adamw(model.parameters())
-    strategy = LocalSteps(model, optimizer, local_steps=1, width=1, average_state=True, ranks=ranks)
+    strategy = LocalSteps(model, optimizer, Windows(local_steps=1, average_state=True), width=1, ranks=ranks)
     said = ""
     for iteration in range(3):
         (model(torch.ones(1, 2)).sum() * (1e25 if (ranks.rank, iteration) == (1, 1) else 1.0)).backward()
@@ -348,7 +352,7 @@ def test_a_state_that_is_not_finite_is_refused_by_all_ranks_and_reaches_no_other
 def test_an_optimizer_without_state_to_average_is_refused() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(UserInputError, match="an optimizer that has no such state as momentum; got SGD"):
-        LocalSteps(model, torch.optim.SGD(model.parameters()), local_steps=2, width=1, average_state=True)
+        LocalSteps(model, torch.optim.SGD(model.parameters()), Windows(local_steps=2, average_state=True), width=1)
 
 
 class OneOfAKind(torch.optim.SGD):
@@ -362,7 +366,7 @@ def test_an_optimizer_that_cannot_be_copied_has_no_state_to_average() -> None:
     """It was told that prediction must be none, an option that local steps refuse."""
     model = nn.Linear(2, 1)
     with pytest.raises(UserInputError) as refused:
-        LocalSteps(model, OneOfAKind(model.parameters()), local_steps=2, width=1, average_state=True)
+        LocalSteps(model, OneOfAKind(model.parameters()), Windows(local_steps=2, average_state=True), width=1)
     assert str(refused.value) == (
         "average-state must be left out with an optimizer that a copy cannot try; got OneOfAKind: one of a kind"
     )
@@ -433,7 +437,9 @@ def test_one_rank_trains_at_any_width_as_at_width_1_bit_for_bit() -> None:
     cosines = []
     for width in (1, 2, 3):
         model, batches = small_problem(3, [4, 5, 2], ITERATIONS, 1)
-        with LocalSteps(model, _adamw(model.parameters()), local_steps=3, width=width, outer_lr=1.0) as strategy:
+        with LocalSteps(
+            model, _adamw(model.parameters()), Windows(local_steps=3, outer_lr=1.0), width=width
+        ) as strategy:
             for of_ranks in batches:
                 regress(model, of_ranks[0]).backward()
                 compared = strategy.step().comparison
@@ -448,7 +454,7 @@ def _expect(ranks: Ranks) -> tuple[float, float]:
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with LocalSteps(model, optimizer, local_steps=1, outer_lr=1.0, ranks=ranks) as strategy:
+    with LocalSteps(model, optimizer, Windows(local_steps=1, outer_lr=1.0), ranks=ranks) as strategy:
         for _ in range(2):
             (model(torch.ones(1, 1, dtype=torch.float64)).sum() * (1.0, -3.0)[ranks.rank]).backward()
             strategy.step()
@@ -467,7 +473,7 @@ def _reports(ranks: Ranks) -> list[tuple[Any, ...]]:
     model, batches = small_problem(3, [40, 50, 20], 8, ranks.world_size)
     model.float()
     found = []
-    with LocalSteps(model, _sgd(model.parameters()), local_steps=3, codec="int4", ranks=ranks) as strategy:
+    with LocalSteps(model, _sgd(model.parameters()), Windows(local_steps=3), codec="int4", ranks=ranks) as strategy:
         for of_ranks in batches:
             inputs, targets = of_ranks[ranks.rank]
             regress(model, (inputs.float(), targets.float())).backward()
@@ -500,7 +506,7 @@ def _resume(ranks: Ranks, options: dict[str, Any], at: int) -> tuple[str, str, b
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return model, optimizer, schedule, LocalSteps(model, optimizer, ranks=ranks, **options)
+        return model, optimizer, schedule, LocalSteps(model, optimizer, ranks=ranks, **sections(**options))
 
     def run(parts: tuple[nn.Module, Any, Any, LocalSteps], first: int, last: int) -> None:
         model, _, schedule, strategy = parts
@@ -558,7 +564,7 @@ def test_a_checkpoint_has_the_state_of_the_optimizer_once_and_by_rank() -> None:
     model, batches = small_problem(3, [4, 5, 2], 3, 1)
     optimizer = _adamw(model.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with LocalSteps(model, optimizer, local_steps=2, width=1) as strategy:
+    with LocalSteps(model, optimizer, Windows(local_steps=2), width=1) as strategy:
         state = RunState(
             model=model, optimizer=optimizer, schedule=schedule, strategy=strategy, losses=collections.deque()
         )
@@ -576,7 +582,7 @@ def test_a_checkpoint_has_the_state_of_the_optimizer_once_and_by_rank() -> None:
 
 def test_a_state_dict_is_a_copy_and_can_be_loaded_again_and_again() -> None:
     model = nn.Linear(2, 1)
-    with LocalSteps(model, _adamw(model.parameters()), local_steps=2, width=1, outer="nesterov") as strategy:
+    with LocalSteps(model, _adamw(model.parameters()), Windows(local_steps=2, outer="nesterov"), width=1) as strategy:
 
         def train() -> None:
             for _ in range(3):
@@ -605,9 +611,9 @@ def test_a_state_dict_is_a_copy_and_can_be_loaded_again_and_again() -> None:
 def test_a_state_of_another_exchange_is_refused_and_nothing_is_lost(options: dict[str, Any], refusal: str) -> None:
     model = nn.Linear(2, 1)
     optimizer = _adamw(model.parameters())
-    with LocalSteps(model, optimizer, local_steps=2, **options) as strategy:
+    with LocalSteps(model, optimizer, **sections(local_steps=2, **options)) as strategy:
         state = strategy.state_dict()
-    with LocalSteps(model, optimizer, local_steps=2) as strategy:
+    with LocalSteps(model, optimizer, Windows(local_steps=2)) as strategy:
         model(torch.ones(4, 2)).sum().backward()
         strategy.step()
         before = repr(optimizer.state_dict())
@@ -634,7 +640,7 @@ def _evaluate_now_and_then(ranks: Ranks, options: dict[str, Any], evaluates: boo
     """Return a hash of the weights at the end, and all that were shown."""
     model, batches = small_problem(3, [4, 5, 2], ITERATIONS, ranks.world_size)
     shown: Shown = []
-    with LocalSteps(model, _adamw(model.parameters()), local_steps=4, ranks=ranks, **options) as strategy:
+    with LocalSteps(model, _adamw(model.parameters()), ranks=ranks, **sections(local_steps=4, **options)) as strategy:
         for number, of_ranks in enumerate(batches):
             regress(model, of_ranks[ranks.rank]).backward()
             if evaluates:
@@ -694,7 +700,7 @@ def test_an_evaluation_in_a_window_has_the_outer_weights_and_changes_nothing() -
 def test_weights_loaded_in_a_window_begin_it_again() -> None:
     model, batches = small_problem(3, [4, 5, 2], 4, 1)
     loaded = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
-    with LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), local_steps=4, width=1) as strategy:
+    with LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), Windows(local_steps=4), width=1) as strategy:
         for of_ranks in batches[:2]:
             regress(model, of_ranks[0]).backward()
             strategy.step()
@@ -710,7 +716,7 @@ def test_weights_loaded_in_a_window_begin_it_again() -> None:
 
 def test_gradients_that_have_not_been_stepped_with_survive_a_flush() -> None:
     model, batches = small_problem(3, [4, 5, 2], 2, 1)
-    with LocalSteps(model, _sgd(model.parameters()), local_steps=4) as strategy:
+    with LocalSteps(model, _sgd(model.parameters()), Windows(local_steps=4)) as strategy:
         regress(model, batches[0][0]).backward()
         strategy.step()
         regress(model, batches[1][0]).backward()
@@ -724,7 +730,9 @@ def test_clipping_and_the_loss_scale_act_on_this_ranks_own_gradient() -> None:
     start = model.weight.detach().clone()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with LocalSteps(model, optimizer, local_steps=2, width=1, clip_norm=0.5, scaler=scaler) as strategy:
+    with LocalSteps(
+        model, optimizer, Windows(local_steps=2), width=1, scaler=scaler, updates=Updates(clip_norm=0.5)
+    ) as strategy:
         for factor in (1.0, float("inf"), 1.0):
             scaler.scale(model(torch.tensor([[3.0, 4.0]])).sum() * factor).backward()
             report = strategy.step()
@@ -738,7 +746,7 @@ def test_a_report_names_a_rank_of_a_group_by_its_number_in_the_job() -> None:
     model = nn.Linear(2, 1)
     ranks = Ranks(rank=0, world_size=1, store=dist.HashStore(), numbers=(5,))
     options: dict[str, Any] = {"local_steps": 2, "width": 1, "on_nonfinite": "skip", "ranks": ranks}
-    with LocalSteps(model, _sgd(model.parameters()), **options) as strategy:
+    with LocalSteps(model, _sgd(model.parameters()), **sections(**options)) as strategy:
         (model(torch.ones(1, 2)).sum() * float("inf")).backward()
         assert strategy.step().nonfinite_ranks == (5,)
 
@@ -746,7 +754,9 @@ def test_a_report_names_a_rank_of_a_group_by_its_number_in_the_job() -> None:
 def test_a_sparse_gradient_that_is_not_finite_is_skipped() -> None:
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with LocalSteps(model, optimizer, local_steps=2, width=1, on_nonfinite="skip") as strategy:
+    with LocalSteps(
+        model, optimizer, Windows(local_steps=2), width=1, updates=Updates(on_nonfinite="skip")
+    ) as strategy:
         skipped = []
         for factor in (float("inf"), 1.0):
             (factor * model(torch.tensor([1])).sum()).backward()
@@ -757,7 +767,7 @@ def test_a_sparse_gradient_that_is_not_finite_is_skipped() -> None:
 
 def _one_rank_fails(ranks: Ranks) -> tuple[str, str, bool]:
     model, batches = small_problem(3, [4, 5, 2], 6, ranks.world_size)
-    strategy = LocalSteps(model, _sgd(model.parameters()), local_steps=4, width=1, ranks=ranks)
+    strategy = LocalSteps(model, _sgd(model.parameters()), Windows(local_steps=4), width=1, ranks=ranks)
     before = weights_sha256(model)
     error = ""
     try:
@@ -804,7 +814,7 @@ def test_a_failed_close_counts_the_local_steps_since_the_oldest_exchange(
 ) -> None:
     """Right after an exchange, movements of all other fragments used to be dropped without a word."""
     model = nn.Linear(2, 1)
-    strategy = LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1, **options)
+    strategy = LocalSteps(model, _sgd(model.parameters()), width=1, **sections(local_steps=2, **options))
 
     def iterate(factor: float = 1.0) -> None:
         (factor * model(torch.ones(4, 2)).sum()).backward()
@@ -823,7 +833,7 @@ def test_a_failed_close_counts_the_local_steps_since_the_oldest_exchange(
 @pytest.mark.parametrize("call", ["step", "flush"])
 def test_a_movement_that_an_interruption_keeps_from_leaving_is_no_gradient_of_the_next_step(call: str) -> None:
     model = nn.Linear(2, 1)
-    with LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1) as strategy:
+    with LocalSteps(model, _sgd(model.parameters()), Windows(local_steps=2), width=1) as strategy:
 
         def step() -> None:
             model(torch.ones(4, 2)).sum().backward()
@@ -860,7 +870,7 @@ def _flush_in_parts(ranks: Ranks, options: dict[str, Any], iterations: int, wait
     for last in range(waits + 1):
         model, batches = small_problem(3, [4, 5, 2], iterations, ranks.world_size)
         optimizer = _sgd(model.parameters())
-        with LocalSteps(model, optimizer, local_steps=2, timeout=5.0, ranks=ranks, **options) as strategy:
+        with LocalSteps(model, optimizer, ranks=ranks, **sections(local_steps=2, timeout=5.0, **options)) as strategy:
             for of_ranks in batches:
                 regress(model, of_ranks[ranks.rank]).backward()
                 strategy.step()
@@ -905,7 +915,7 @@ def _average_late(ranks: Ranks, then: str) -> list[float]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options: dict[str, Any] = {"local_steps": 2, "width": 1, "average_state": True, "timeout": 5.0}
-    with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+    with LocalSteps(model, optimizer, ranks=ranks, **sections(**options)) as strategy:
 
         def step(gradient: float) -> None:
             (gradient * model(torch.ones(1, 2)).sum()).backward()
@@ -936,7 +946,7 @@ def test_averages_that_an_interruption_left_out_are_taken_before_the_next_step(t
 def _differ(ranks: Ranks) -> str:
     model = nn.Linear(2, 1)
     try:
-        LocalSteps(model, _sgd(model.parameters()), local_steps=2 + ranks.rank, ranks=ranks)
+        LocalSteps(model, _sgd(model.parameters()), Windows(local_steps=2 + ranks.rank), ranks=ranks)
     except DisagreementError as failure:
         return str(failure)
     return ""
@@ -964,10 +974,19 @@ def test_windows_of_different_lengths_are_named() -> None:
             {"outer": "nesterov", "codec": codec_named("topk", momentum_correction=0.5)},
             "momentum-correction must be 0 with --outer nesterov, whose momentum it would replace; got 0.5",
         ),
-        ({"prediction": "local"}, "prediction must be left out with local steps; got 'local'"),
-        ({"guard": True}, "guard must be left out with local steps; got True"),
-        ({"buckets": 2}, "buckets must be left out with local steps; got 2"),
-        ({"reduce": "rows"}, "reduce must be left out with local steps; got 'rows'"),
+        (
+            {"prediction": "local"},
+            "prediction must be left out with local steps, since .* its own movement; got 'local'",
+        ),
+        ({"guard": True}, "guard must be left out with local steps, since it judges averaged gradients; got True"),
+        (
+            {"buckets": 2},
+            "buckets must be left out with local steps, since a movement is complete only .*; got 2",
+        ),
+        (
+            {"reduce": "rows"},
+            "reduce must be left out with local steps, since a movement is .* no gradient; got 'rows'",
+        ),
         ({"outer_lr": 0.0}, "outer-lr must be above 0; got 0"),
         ({"outer_momentum": 0.9}, "outer-momentum must be left out with --outer average; got 0.9"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer-momentum must be below 1; got 1"),
@@ -978,11 +997,11 @@ def test_windows_of_different_lengths_are_named() -> None:
 def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(UserInputError, match=message):
-        LocalSteps(model, _sgd(model.parameters()), **({"local_steps": 2} | arguments))
+        LocalSteps(model, _sgd(model.parameters()), **sections(**{"local_steps": 2} | arguments))
 
 
 def test_a_moving_rate_must_leave_the_centre_on_its_way() -> None:
-    config = PipelineConfig(outer="elastic", moving_rate=0.25)
+    config = TrainConfig(windows=Windows(outer="elastic", moving_rate=0.25))
     assert config.workers(4) == 4
     with pytest.raises(UserInputError, match="at most 1/5 with 5 ranks, whose mean the centre would move beyond; got"):
         config.workers(5)
@@ -990,7 +1009,7 @@ def test_a_moving_rate_must_leave_the_centre_on_its_way() -> None:
 
 def _frozen_in_a_window(ranks: Ranks, frozen: bool) -> str:
     model, batches = small_problem(3, [4, 5, 2], 3, ranks.world_size)
-    with LocalSteps(model, _sgd(model.parameters()), local_steps=4, width=1, ranks=ranks) as strategy:
+    with LocalSteps(model, _sgd(model.parameters()), Windows(local_steps=4), width=1, ranks=ranks) as strategy:
         for of_ranks in batches:
             regress(model, of_ranks[ranks.rank]).backward()
             strategy.step()
@@ -1011,12 +1030,12 @@ def test_parameters_that_share_memory_are_refused(outer: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight.data = model[0].weight.data
     with pytest.raises(UserInputError, match="parameters must not share memory with local steps"):
-        LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1, outer=outer)
+        LocalSteps(model, _sgd(model.parameters()), Windows(local_steps=2, outer=outer), width=1)
 
 
 def test_parameters_that_are_frozen_later_are_refused() -> None:
     model = nn.Linear(2, 1)
-    with LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1) as strategy:
+    with LocalSteps(model, _sgd(model.parameters()), Windows(local_steps=2), width=1) as strategy:
         model.bias.requires_grad_(False)
         with pytest.raises(UserInputError, match="must not be frozen, unfrozen or added while local steps"):
             strategy.step()

@@ -16,6 +16,7 @@ from pipesgd.ddp import attach
 from pipesgd.pipeline import optimizer_state
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Windows
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def _backward(model: nn.Module, rank: int, iteration: int) -> None:
 
 def _after_local_steps(ranks: Ranks, kind: str) -> str:
     model, optimizer = _start(kind)
-    with LocalSteps(model, optimizer, local_steps=2, ranks=ranks) as strategy:
+    with LocalSteps(model, optimizer, Windows(local_steps=2), ranks=ranks) as strategy:
         for iteration in range(4):
             _backward(model, ranks.rank, iteration)
             strategy.step()

@@ -11,13 +11,14 @@ from torch import nn
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import alone
+from pipesgd.sections import Windows
 
 Make = Callable[[nn.Module, torch.optim.Optimizer], Pipelined | LocalSteps]
 
 PIPELINES: dict[str, Make] = {
     "width 1": lambda model, optimizer: Pipelined(model, optimizer, width=1),
     "width 2": lambda model, optimizer: Pipelined(model, optimizer, width=2),
-    "local steps": lambda model, optimizer: LocalSteps(model, optimizer, local_steps=2),
+    "local steps": lambda model, optimizer: LocalSteps(model, optimizer, Windows(local_steps=2)),
 }
 
 

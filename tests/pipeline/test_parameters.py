@@ -12,6 +12,7 @@ import torch
 from _codec_cases import Half
 from _differences import Differences
 from _ranks import run_ranks
+from _sections import sections
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
@@ -23,6 +24,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_reducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Wire
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +45,7 @@ INTEGERS = (torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, t
 def test_what_would_fail_or_mislead_later_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(UserInputError) as refused:
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), **options)
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), **sections(**options))
     assert str(refused.value) == message
 
 
@@ -143,7 +145,7 @@ def _buffers_of_integers(ranks: Ranks, all_reduce: str) -> list[Any]:
     for number, dtype in enumerate(INTEGERS):
         model.register_buffer(f"scalar{number}", torch.tensor(250 + ranks.rank).to(dtype))
         model.register_buffer(f"columns{number}", torch.full((2, 3), 300 + ranks.rank).to(dtype).t())
-    Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), all_reduce=all_reduce, ranks=ranks).close()
+    Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, wire=Wire(all_reduce=all_reduce)).close()
     return [buffer.tolist() for buffer in model.buffers()]
 
 

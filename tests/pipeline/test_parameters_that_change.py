@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from _ranks import error_of, run_ranks
+from _sections import sections
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +19,7 @@ from pipesgd.ddp import attach
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Windows, Wire
 from pipesgd.strategy import Strategy
 from pipesgd.systems.servers.strategy import ParameterServers
 
@@ -55,7 +57,7 @@ def test_a_change_is_refused_and_loses_nothing(change: str, buckets: int) -> Non
     model, optimizer = _build(change)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained = [parameter for parameter in trained if parameter.requires_grad]
-    with Pipelined(model, optimizer, width=2, buckets=buckets) as pipeline:
+    with Pipelined(model, optimizer, width=2, wire=Wire(buckets=buckets)) as pipeline:
         for iteration in range(2):
             _backward(model, 0, iteration)
             pipeline.step()
@@ -133,8 +135,8 @@ def _start(kind: str, *, frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer
     model[0].requires_grad_(not frozen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if kind == "local steps":
-        return model, optimizer, LocalSteps(model, optimizer, local_steps=2, outer="nesterov")
-    return model, optimizer, Pipelined(model, optimizer, **KINDS[kind])
+        return model, optimizer, LocalSteps(model, optimizer, Windows(local_steps=2, outer="nesterov"))
+    return model, optimizer, Pipelined(model, optimizer, **sections(**KINDS[kind]))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def _with_each_strategy(ranks: Ranks, earlier: bool) -> dict[str, dict[str, Tens
     makes: dict[str, Any] = {
         "width 1": lambda *of: Pipelined(*of, width=1, ranks=ranks),
         "width 2": lambda *of: Pipelined(*of, width=2, ranks=ranks),
-        "local steps": lambda *of: LocalSteps(*of, local_steps=2, ranks=ranks),
+        "local steps": lambda *of: LocalSteps(*of, ranks=ranks, windows=Windows(local_steps=2)),
         "attach": lambda model, optimizer: attach(DistributedDataParallel(model), optimizer),
         "ddp": lambda *of: Ddp(*of, ranks=ranks),
         "ps": lambda *of: ParameterServers(*of, ranks=ranks, staleness_bound=0),

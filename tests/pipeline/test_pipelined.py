@@ -11,6 +11,7 @@ import torch
 from _fashion_mnist import fashion_mnist_batches, momentum_sgd, paper_mlp
 from _ranks import run_ranks
 from _reference import pipe_sgd
+from _sections import sections
 from _small_problem import (
     Case,
     MakeOptimizer,
@@ -31,6 +32,7 @@ from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.pipeline.prediction import Prediction
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates, Wire
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +41,14 @@ def _train_on_fashion_mnist(
     ranks: Ranks, width: int, all_reduce: str, iterations: int, dtype: torch.dtype
 ) -> tuple[list[float], list[str], dict[str, Tensor]]:
     model = paper_mlp(dtype)
-    pipeline = Pipelined(model, momentum_sgd(model), width=width, prediction="none", all_reduce=all_reduce, ranks=ranks)
+    pipeline = Pipelined(
+        model,
+        momentum_sgd(model),
+        width=width,
+        ranks=ranks,
+        updates=Updates(prediction="none"),
+        wire=Wire(all_reduce=all_reduce),
+    )
     losses, hashes = [], []
     for batch in fashion_mnist_batches(ranks.rank, ranks.world_size, iterations, dtype):
         loss = classify(model, batch)
@@ -197,7 +206,7 @@ def _sum_of_applied_gradients(ranks: Ranks, width: int, iterations: int, buckets
         model.flag.copy_(torch.tensor([True, False]) if ranks.rank == 0 else torch.tensor([True, True]))
         model.count.fill_(3 + ranks.rank)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    pipeline = Pipelined(model, optimizer, width=width, segment_bytes=16, buckets=buckets, ranks=ranks)
+    pipeline = Pipelined(model, optimizer, width=width, ranks=ranks, wire=Wire(segment_bytes=16, buckets=buckets))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     applied = []
     for iteration in range(iterations):
@@ -237,7 +246,11 @@ def test_no_gradient_is_lost_or_applied_twice(world_size: int) -> None:
 def _one_rank_computes_nan(ranks: Ranks, on_nonfinite: str, value: float) -> tuple[list[tuple[int, ...]], Any, str]:
     model = nn.Linear(2, 1)
     pipeline = Pipelined(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, on_nonfinite=on_nonfinite, ranks=ranks
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        width=2,
+        ranks=ranks,
+        updates=Updates(on_nonfinite=on_nonfinite),
     )
     skipped, error = [], None
     for iteration in range(6):
@@ -273,7 +286,9 @@ def _whose_gradient(
 ) -> tuple[Any, list[tuple[int, ...]]]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = Pipelined(model, optimizer, width=width, prediction=prediction, on_nonfinite=on_nonfinite, ranks=ranks)
+    pipeline = Pipelined(
+        model, optimizer, width=width, ranks=ranks, updates=Updates(prediction=prediction, on_nonfinite=on_nonfinite)
+    )
     error, named = None, []
     for iteration in range(4):
         scale = float("nan") if ranks.rank in culprits and iteration == 1 else 1.0
@@ -325,7 +340,7 @@ def _resume_in_the_middle(ranks: Ranks, width: int, prediction: str | type[Predi
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        pipeline = Pipelined(model, optimizer, width=width, prediction=prediction, ranks=ranks)
+        pipeline = Pipelined(model, optimizer, width=width, ranks=ranks, updates=Updates(prediction=prediction))
         return model, optimizer, schedule, pipeline
 
     def run(parts: tuple[nn.Module, Any, Any, Pipelined], first: int, last: int) -> None:
@@ -413,7 +428,7 @@ def test_without_torchrun_one_rank_trains_alone() -> None:
 def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(UserInputError, match=message):
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), **arguments)
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), **sections(**arguments))
 
 
 def test_nothing_to_train_is_refused() -> None:
@@ -447,7 +462,9 @@ def test_gradients_that_are_not_kept_are_looked_at_beside_the_computation(
 
     monkeypatch.setattr("pipesgd.pipeline.summing.all_finite", all_finite)
     model = torch.nn.Linear(1, 1)
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), prediction=prediction) as pipeline:
+    with Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), updates=Updates(prediction=prediction)
+    ) as pipeline:
         model(torch.ones(1, 1)).sum().backward()
         pipeline.step()
     assert threads == ["pipesgd-communication"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
+from _sections import sections
 from _small_problem import (
     Case,
     MakeOptimizer,
@@ -30,9 +31,9 @@ from pipesgd import Pipelined
 from pipesgd.errors import UserInputError
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.prediction import COMPARED_DIGITS, Prediction, compare
-from pipesgd.pipeline_config import PREDICTIONS
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import PREDICTIONS, Updates
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +126,7 @@ def weights_after(
             if isinstance(module, nn.Linear):
                 module.bias = None
     made = OPTIMIZERS[optimizer](model.parameters())
-    pipeline = Pipelined(model, made, width=width, prediction=prediction, ranks=ranks, **options)
+    pipeline = Pipelined(model, made, width=width, ranks=ranks, **sections(prediction=prediction, **options))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         made, max_lr=made.param_groups[0]["lr"], total_steps=len(batches), cycle_momentum=optimizer == "momentum"
     )
@@ -211,7 +212,9 @@ def _look_at_true_weights(ranks: Ranks, prediction: str) -> list[Tensor]:
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(0.0)
-    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), prediction=prediction, ranks=ranks)
+    pipeline = Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), ranks=ranks, updates=Updates(prediction=prediction)
+    )
     seen = []
     for iteration in range(1, 5):
         model(torch.full((1, 1), float(iteration))).sum().backward()
@@ -244,7 +247,11 @@ def _one_rank_computes_nan(ranks: Ranks, width: int) -> tuple[list[float], list[
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     pipeline = Pipelined(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), width=width, on_nonfinite="skip", ranks=ranks
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        width=width,
+        ranks=ranks,
+        updates=Updates(on_nonfinite="skip"),
     )
     losses, skipped = [], []
     for iteration in range(7):
@@ -287,7 +294,7 @@ def _train_in_place(bad: int | None) -> InPlace:
     """Train at width 3 with a gradient that is not finite in iteration ``bad``."""
     model = nn.Linear(2, 1)
     optimizer = InPlace(model.parameters())
-    with Pipelined(model, optimizer, width=3, on_nonfinite="skip") as pipeline:
+    with Pipelined(model, optimizer, width=3, updates=Updates(on_nonfinite="skip")) as pipeline:
         torch.manual_seed(0)
         for iteration in range(5):
             model(torch.full((1, 2), float("nan") if iteration == bad else 1.0)).sum().backward()
@@ -318,7 +325,7 @@ def _compare(ranks: Ranks, prediction: str | type[Prediction]) -> list[Any]:
     """Train with the r-th unit vector as rank r's gradient, on one rank or two."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = Pipelined(model, optimizer, prediction=prediction, ranks=ranks)
+    pipeline = Pipelined(model, optimizer, ranks=ranks, updates=Updates(prediction=prediction))
     seen = []
     for iteration in range(3):
         model(torch.eye(2)[ranks.rank] * (iteration != 1)).sum().backward()
@@ -343,7 +350,7 @@ def _copies_optimizer(ranks: Ranks, prediction: str | type[Prediction], kind: An
     optimizer = kind(model.parameters(), lr=0.1)
     optimizer.lock = threading.Lock()  # type: ignore[attr-defined]
     try:
-        Pipelined(model, optimizer, prediction=prediction, ranks=ranks).close()
+        Pipelined(model, optimizer, ranks=ranks, updates=Updates(prediction=prediction)).close()
     except UserInputError as error:
         return str(error)
     return ""
@@ -377,7 +384,9 @@ def _share_memory(ranks: Ranks, prediction: str | type[Prediction]) -> str:
     other.weight.data = one.weight.data
     model = nn.Sequential(one, other)
     try:
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), prediction=prediction, ranks=ranks).close()
+        Pipelined(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, updates=Updates(prediction=prediction)
+        ).close()
     except UserInputError as error:
         return str(error)
     return ""

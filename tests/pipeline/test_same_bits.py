@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import run_ranks
+from _sections import sections
 from torch import nn
 
 from pipesgd import Pipelined
@@ -24,6 +25,7 @@ from pipesgd.pipeline import sameness
 from pipesgd.pipeline.sameness import _common_capability, bits_of_updates, check_same_bits
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +87,7 @@ def _start_with_noise(ranks: Ranks) -> list[str]:
     for seed in (ranks.rank, 7):
         torch.manual_seed(seed)
         try:
-            Pipelined(model, Noisy(model.parameters(), lr=0.1), prediction="none", ranks=ranks).close()
+            Pipelined(model, Noisy(model.parameters(), lr=0.1), ranks=ranks, updates=Updates(prediction="none")).close()
         except DisagreementError as error:
             found.append(str(error))
     return found
@@ -132,7 +134,7 @@ def _start_with_other_threads(ranks: Ranks) -> dict[str, str]:
     found = {}
     for name, (optimizer, options) in kinds.items():
         try:
-            with Pipelined(model, optimizer, prediction="none", ranks=ranks, **options):
+            with Pipelined(model, optimizer, ranks=ranks, **sections(prediction="none", **options)):
                 found[name] = "accepted"
         except DisagreementError as error:
             found[name] = str(error)

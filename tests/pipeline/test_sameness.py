@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
 import pytest
 import torch
 from _ranks import run_ranks
+from _sections import sections
 from torch import nn
 
 from pipesgd import Pipelined
@@ -15,6 +17,7 @@ from pipesgd.codecs.options import codec_named
 from pipesgd.errors import DisagreementError
 from pipesgd.pipeline.sameness import plain
 from pipesgd.ranks import Ranks
+from pipesgd.sections import Updates, Wire
 
 NOT_COMPARED = {"model", "optimizer", "timeout", "ranks", "process_group", "mesh"}
 """``timeout``, which may differ, and objects of each rank; other tests have model and optimizer."""
@@ -39,7 +42,6 @@ PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     "rate limit": (({}, {"rate_limit": "1mbit"}), "rate_limit must"),
     "buckets": (({}, {"buckets": 2}), "buckets must be the same on all ranks; got '1' on rank 0, '2' on rank 1"),
     "reduce": (({}, {"reduce": "factors"}), "reduce must"),
-    "in_turns": (({}, {"in_turns": True}), "in_turns must"),
     "seed": (({}, {"seed": 1}), "seed must"),
     "init_sync": (({}, {"init_sync": False}), "init_sync must"),
     "on_nonfinite": (({}, {"on_nonfinite": "skip"}), "on_nonfinite must"),
@@ -67,7 +69,7 @@ def _construct(ranks: Ranks, of_ranks: tuple[dict[str, Any], ...], optimizers: s
     if optimizers == "class" and ranks.rank == 1:
         optimizer = torch.optim.Adagrad(parameters, lr=0.1)
     try:
-        Pipelined(model, optimizer, ranks=ranks, **of_ranks[ranks.rank]).close()
+        Pipelined(model, optimizer, ranks=ranks, **sections(**of_ranks[ranks.rank])).close()
     except DisagreementError as error:
         return str(error)
     return None
@@ -87,7 +89,8 @@ def test_options_that_differ_are_named_with_both_values() -> None:
 
 
 def test_every_argument_is_compared() -> None:
-    arguments = inspect.signature(Pipelined).parameters.keys()
+    arguments = inspect.signature(Pipelined).parameters.keys() - {"wire", "updates"}
+    arguments |= {item.name for section in (Wire, Updates) for item in dataclasses.fields(section)}
     assert {name for of_ranks, _ in PER_RANK.values() for options in of_ranks for name in options} == (
         arguments - NOT_COMPARED
     )

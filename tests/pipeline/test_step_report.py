@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
+from _sections import sections
 from _small_problem import regress, small_problem
 
 from pipesgd import Pipelined, StepReport
 from pipesgd.ranks import Ranks
+from pipesgd.sections import Updates
 from pipesgd.strategy import Comparison, Span
 
 ITERATIONS = 5
@@ -21,7 +23,7 @@ ITERATIONS = 5
 def _norms(ranks: Ranks, options: dict[str, Any]) -> tuple[list[float | None], list[float], list[float | None]]:
     """Return the norms that steps report and a flush, those of the updates themselves, and the hidden shares."""
     model, batches = small_problem(0, [4, 30, 2], ITERATIONS, ranks.world_size)
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), ranks=ranks, **options) as pipeline:
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), ranks=ranks, **sections(**options)) as pipeline:
 
         def true() -> torch.Tensor:
             with pipeline.true_weights():
@@ -65,7 +67,7 @@ def _clipped(ranks: Ranks) -> tuple[float | None, float | None]:
     found = []
     for options in ({}, {"clip_norm": 1e-3, "clip_value": 1e-6}):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with Pipelined(model, optimizer, width=1, ranks=ranks, **options) as pipeline:
+        with Pipelined(model, optimizer, width=1, ranks=ranks, **sections(**options)) as pipeline:
             regress(model, batch[ranks.rank]).backward()
             found.append(pipeline.step().gradient_norm)
     one, other = found
@@ -82,7 +84,9 @@ def test_the_norm_is_that_before_clipping() -> None:
 
 def test_a_gradient_that_is_left_out_has_no_norm() -> None:
     model = torch.nn.Linear(2, 1)
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, on_nonfinite="skip") as pipeline:
+    with Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, updates=Updates(on_nonfinite="skip")
+    ) as pipeline:
         (model(torch.ones(1, 2)).sum() * torch.nan).backward()
         report = pipeline.step()
     assert (report.skipped, report.gradient_norm) == ((0,), None)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from _sections import sections
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipesgd import LocalSteps, Pipelined, UserInputError
+from pipesgd import LocalSteps, Pipelined, Updates, UserInputError, Windows, Wire
 
 INPUTS = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(3, 4)
 
@@ -145,10 +146,10 @@ def test_a_checkpoint_of_the_whole_model_trains_on_predicted_weights_unless_it_i
 
 MAKES: dict[str, Callable[..., Pipelined | LocalSteps]] = {
     "width 2": functools.partial(Pipelined, width=2),
-    "buckets": functools.partial(Pipelined, width=1, buckets=2),
-    "late buckets": functools.partial(Pipelined, width=2, buckets=2),
-    "none": functools.partial(Pipelined, width=2, prediction="none"),
-    "local steps": functools.partial(LocalSteps, local_steps=8, width=1),
+    "buckets": functools.partial(Pipelined, width=1, wire=Wire(buckets=2)),
+    "late buckets": functools.partial(Pipelined, width=2, wire=Wire(buckets=2)),
+    "none": functools.partial(Pipelined, width=2, updates=Updates(prediction="none")),
+    "local steps": functools.partial(LocalSteps, windows=Windows(local_steps=8), width=1),
 }
 PREDICTED = ("width 2", "late buckets", "local steps")
 
@@ -359,7 +360,7 @@ def hooks_of(model: nn.Module) -> int:
 def test_a_model_that_is_never_predicted_has_no_hooks() -> None:
     for options in ({"width": 1}, {"prediction": "none"}):
         model = make_model()
-        with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), **options):  # type: ignore[arg-type]
+        with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), **sections(**options)):  # type: ignore[arg-type]
             assert not hooks_of(model)
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from _sections import sections
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from pipesgd import Pipelined
+from pipesgd.sections import Updates
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {"lr": 0.1}),
@@ -92,7 +94,7 @@ def test_the_memory_of_each_prediction(name: str, prediction: str, width: int, c
     model = nn.Linear(numel, 1, bias=False)
     before = held()
     assert before == 1
-    pipeline = Pipelined(model, make(name, model.parameters()), width=width, prediction=prediction)
+    pipeline = Pipelined(model, make(name, model.parameters()), width=width, updates=Updates(prediction=prediction))
     for iteration in range(5):
         model(torch.full((1, numel), float(iteration))).sum().backward()
         pipeline.step()
@@ -136,7 +138,7 @@ def test_buckets_rows_and_factors_hold_no_further_copy(
     del layers
     assert held() == 1
     optimizer = make("momentum", model.parameters())
-    pipeline = Pipelined(model, optimizer, width=width, prediction=prediction, **options)
+    pipeline = Pipelined(model, optimizer, width=width, **sections(prediction=prediction, **options))
     for iteration in range(5):
         inputs = torch.tensor([iteration, 7]) if by_rows else torch.full((2, 1), float(iteration))
         model(inputs).sum().backward()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from _plans import choose, cluster
 from _ranks import run_ranks
+from _sections import sections
 from torch import nn
 
 from pipesgd.cli import parse
@@ -45,7 +46,7 @@ def _first_step(ranks: Ranks, words: str, own: bool) -> dict[str, Any]:
         torch.manual_seed(0)
         model = Words()
     before, state = [one.detach().clone() for one in model.parameters()], torch.get_rng_state()
-    reduce: Any = config.pipeline.reduce
+    reduce: Any = config.wire.reduce
     if reduce == "auto":
         reduce = fewest_bytes(model, 4, config.compression.chosen().make(), ranks.world_size)
     parts = parts_of_run(config, ranks, model, batches, reduce)
@@ -57,7 +58,7 @@ def _first_step(ranks: Ranks, words: str, own: bool) -> dict[str, Any]:
 
 def _sent(ranks: Ranks, model: nn.Module, batches: ShardedBatches, **options: Any) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Pipelined(model, optimizer, width=1, ranks=ranks, **options) as pipeline:
+    with Pipelined(model, optimizer, width=1, ranks=ranks, **sections(**options)) as pipeline:
         with contextlib.closing(batches.from_iteration(0)) as samples:
             inputs, targets = next(samples)
         nn.functional.cross_entropy(model(inputs), targets).backward()

@@ -20,6 +20,7 @@ from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates, Wire
 from timing_model.schedules import SCHEDULES, hierarchical
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,13 @@ class Run:
         self.model = nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 3)).to(dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.pipeline = Pipelined(
-            self.model, self.optimizer, width=width, prediction="none", codec=codec, ranks=ranks, segment_bytes=64
+            self.model,
+            self.optimizer,
+            width=width,
+            codec=codec,
+            ranks=ranks,
+            updates=Updates(prediction="none"),
+            wire=Wire(segment_bytes=64),
         )
         self._rank, self._dtype = ranks.rank, dtype
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from _memory_transport import MemoryTransport, integers, run_threads
 from _ranks import run_ranks
+from _sections import sections
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -243,7 +244,7 @@ def _in_a_pipeline(ranks: Ranks) -> dict[str, tuple[list[str], str]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         codec = codec_named("powersgd", low_rank=2)
         options: dict[str, Any] = {"width": 2, "prediction": "none", "codec": codec, "all_reduce": all_reduce}
-        return model, Pipelined(model, optimizer, ranks=ranks, **options)
+        return model, Pipelined(model, optimizer, ranks=ranks, **sections(**options))
 
     def run(model: nn.Module, pipeline: Pipelined, first: int, last: int) -> list[str]:
         hashes = []

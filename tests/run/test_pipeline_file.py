@@ -16,6 +16,7 @@ from pipesgd.errors import PipesgdError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.pipeline_file import PipelineFile
+from pipesgd.sections import Windows
 from pipesgd.strategy import Strategy
 
 
@@ -76,7 +77,9 @@ def _resume_with_numpy(ranks: Ranks, file: PipelineFile, local_steps: bool) -> b
         pipeline: Strategy = Pipelined(model, optimizer, width=3, ranks=ranks)
         if local_steps:
             pipeline.close()
-            pipeline = LocalSteps(model, optimizer, local_steps=2, width=2, outer_lr=np.float64(0.5), ranks=ranks)
+            pipeline = LocalSteps(
+                model, optimizer, Windows(local_steps=2, outer_lr=np.float64(0.5)), width=2, ranks=ranks
+            )
         with pipeline:
             for number, [batch] in enumerate(batches):
                 if number == 3 and resumed == "file":

@@ -11,6 +11,7 @@ import pytest
 import torch
 from _ranks import run_ranks
 from _reference import pipe_sgd
+from _sections import sections
 from _small_problem import Batch, assert_same_weights, regress, small_problem
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,7 +50,7 @@ class Member:
         self.model, self.batches = problem()
         parallelize_module(self.model, mesh["inside"], {"0.0": ColwiseParallel(), "1.0": RowwiseParallel()})
         self.optimizer = make_optimizer(self.model, momentum)
-        self.pipeline = Pipelined(self.model, self.optimizer, mesh=mesh, **options)
+        self.pipeline = Pipelined(self.model, self.optimizer, mesh=mesh, **sections(**options))
 
     def train(self, iterations: range) -> None:
         for number in iterations:

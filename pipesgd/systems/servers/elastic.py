@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import NonFiniteGradientError
 from pipesgd.flat_buffer import FlatBuffer, all_finite
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate
-from pipesgd.pipeline_config import check_local_steps, moving_rate_for
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT, Windows, moving_rate_for
 from pipesgd.strategy import Span, StepReport
 from pipesgd.systems.servers.messages import Request, RequestMessage
 from pipesgd.systems.servers.strategy import Answers, ParameterServers
@@ -76,7 +75,7 @@ class ElasticServers(ParameterServers):
         timeout: float = DEFAULT_TIMEOUT,
         ranks: Ranks | None = None,
     ):
-        check_local_steps(local_steps, "elastic", moving_rate=moving_rate, width=1)
+        Windows(local_steps=local_steps, moving_rate=moving_rate)  # checks the values
         self._local_steps = local_steps
         self._moving_rate = moving_rate
         self._own_update = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)

@@ -17,7 +17,6 @@ from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Pending, communication_group
-from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite, check_dense, pack_gradients
 from pipesgd.optim import hyperparameters
@@ -31,6 +30,7 @@ from pipesgd.optim.step import (
 from pipesgd.pipeline_config import PipelineConfig
 from pipesgd.ranks import Ranks, current
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
+from pipesgd.sections import DEFAULT_TIMEOUT, ON_NONFINITE
 from pipesgd.strategy import Span, StepReport, Strategy
 from pipesgd.systems.servers.ends import FOREVER, Links, Server, WorkerThread
 from pipesgd.systems.servers.messages import Reply, Request, RequestMessage

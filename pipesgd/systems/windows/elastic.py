@@ -25,7 +25,7 @@ from torch import Tensor
 from pipesgd.flat_buffer import are_finite, give_gradients
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied, compare
 from pipesgd.pipeline.window import Window
-from pipesgd.pipeline_config import check_moving_rate, moving_rate_for
+from pipesgd.sections import check_moving_rate, moving_rate_for
 from pipesgd.strategy import Comparison
 
 

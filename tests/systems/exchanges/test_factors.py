@@ -12,6 +12,7 @@ import pytest
 import torch
 from _memory_transport import MemoryTransport, integers, run_threads
 from _ranks import run_ranks
+from _sections import sections
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from pipesgd.pipeline.true_weights_hooks import OutsideOfGraphs
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_eligible
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Wire
 from pipesgd.systems.exchanges.factor_hooks import FactorHooks, Factors, smallest_error, unit_roundoff
 from pipesgd.systems.exchanges.factors import NOT_FINITE, NOT_THE_PRODUCT, FactorsReducer, checked_rows
 from pipesgd.systems.exchanges.fewest_bytes import fewest_bytes
@@ -309,7 +311,7 @@ def test_a_model_without_a_linear_layer_to_train_is_refused(frozen: bool) -> Non
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for check in (
         lambda: check_eligible("factors", model, trained),
-        lambda: Pipelined(model, torch.optim.SGD(trained, lr=0.1), reduce="factors"),
+        lambda: Pipelined(model, torch.optim.SGD(trained, lr=0.1), wire=Wire(reduce="factors")),
     ):
         with pytest.raises(UserInputError) as refused:
             check()
@@ -570,7 +572,7 @@ def _exactly(ranks: Ranks, options: dict[str, Any]) -> tuple[list[str], int, int
     model = Parallel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     hashes, counted = [], 0
-    with Pipelined(model, optimizer, ranks=ranks, **options) as pipeline:
+    with Pipelined(model, optimizer, ranks=ranks, **sections(**options)) as pipeline:
         transport = pipeline._summing.connections.transport
         before = transport.bytes_sent
         for iteration in range(6):
@@ -612,7 +614,7 @@ def _bytes_of_a_step(ranks: Ranks) -> tuple[int, int]:
     """Return the bytes that the report of a step counts at width 1, and what they should be."""
     model = Parallel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Pipelined(model, optimizer, width=1, reduce="factors", ranks=ranks) as pipeline:
+    with Pipelined(model, optimizer, width=1, ranks=ranks, wire=Wire(reduce="factors")) as pipeline:
         _loss(model, torch.ones(3 + ranks.rank, 6), 0).backward()  # at most 4 rows
         found = pipeline.step().wire_bytes
     biases = 9 + 2  # of two ranks, each sends half of them twice
@@ -627,7 +629,7 @@ def test_the_bytes_of_a_step_are_those_of_its_factors_and_of_the_other_gradients
 def _chained(ranks: Ranks, options: dict[str, Any], dtype: torch.dtype) -> tuple[str, Tensor, bool]:
     """Train a model of layers on layers; return the hash of its weights, the weights, and whether it ran by factors."""
     model = _mixed(dtype)
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.01), ranks=ranks, **options) as pipeline:
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.01), ranks=ranks, **sections(**options)) as pipeline:
         for iteration in range(5):
             numbers = torch.Generator().manual_seed(10 * iteration + ranks.rank)
             x = torch.randn(2 + ranks.rank, 4, 6, generator=numbers).to(dtype)
@@ -671,7 +673,9 @@ def _compiled(how: str | None) -> list[str]:
         nn.init.normal_(layer.weight)
         nn.init.zeros_(layer.bias)
     called = model if how is None else torch.compile(model, backend=how)
-    with Pipelined(called, torch.optim.SGD(model.parameters(), lr=0.1), width=2, reduce="factors") as pipeline:
+    with Pipelined(
+        called, torch.optim.SGD(model.parameters(), lr=0.1), width=2, wire=Wire(reduce="factors")
+    ) as pipeline:
         hashes = []
         for iteration in range(3):
             called(X[iteration]).square().mean().backward()
@@ -699,7 +703,9 @@ def _with_codecs(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[bool, 
         of_ranks = [torch.autograd.grad(_loss(model, x, rank), weights) for rank, x in enumerate(batches)]
         means = [sum(of_weight) / ranks.world_size for of_weight in zip(*of_ranks, strict=True)]
         expected = [weight.detach() - mean for weight, mean in zip(weights, means, strict=True)]
-        with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=1, ranks=ranks, **options) as pipeline:
+        with Pipelined(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), width=1, ranks=ranks, **sections(**options)
+        ) as pipeline:
             _loss(model, batches[ranks.rank], ranks.rank).backward()
             pipeline.step()
         found.append((all(map(torch.equal, weights, expected)), weights_sha256(model)))
@@ -722,7 +728,7 @@ def _penalized(ranks: Ranks, reduce: str, width: int, buckets: int) -> str:
     """Train with a penalty on one weight, from the third iteration on, on rank 1 alone."""
     model = _mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = Pipelined(model, optimizer, reduce=reduce, width=width, buckets=buckets, ranks=ranks)
+    pipeline = Pipelined(model, optimizer, width=width, ranks=ranks, wire=Wire(reduce=reduce, buckets=buckets))
     said, first = "", 2
     try:
         for iteration in range(6):
@@ -759,7 +765,7 @@ def _scaled(ranks: Ranks, reduce: str) -> tuple[str, float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     skipped: list[int] = []
-    with Pipelined(model, optimizer, width=2, scaler=scaler, reduce=reduce, ranks=ranks) as pipeline:
+    with Pipelined(model, optimizer, width=2, scaler=scaler, ranks=ranks, wire=Wire(reduce=reduce)) as pipeline:
         for iteration in range(5):
             loss = _loss(model, integers(12, ranks.rank).view(2, 6), iteration)
             if iteration == 2 and ranks.rank == 1:
@@ -785,7 +791,11 @@ def _resume(ranks: Ranks, width: int, reduce: Any) -> tuple[list[str], list[str]
     def build() -> tuple[Mixed, torch.optim.Optimizer, Pipelined]:
         model = _mixed()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, optimizer, Pipelined(model, optimizer, width=width, codec="int4", reduce=reduce, ranks=ranks)
+        return (
+            model,
+            optimizer,
+            Pipelined(model, optimizer, width=width, codec="int4", ranks=ranks, wire=Wire(reduce=reduce)),
+        )
 
     def run(parts: Any, first: int, last: int) -> list[str]:
         hashes = []
@@ -821,7 +831,7 @@ def test_a_state_dict_continues_bit_for_bit_and_byte_for_byte(width: int, reduce
 def _refusal(ranks: Ranks, **options: Any) -> str:
     model = _mixed()
     try:
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, **options).close()
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, **sections(**options)).close()
     except DisagreementError as error:
         return str(error)
     return ""

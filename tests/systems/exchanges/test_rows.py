@@ -10,6 +10,7 @@ import pytest
 import torch
 from _memory_transport import MemoryTransport, integers, run_threads
 from _ranks import run_ranks
+from _sections import sections
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,10 +22,10 @@ from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.pipeline.buckets import bucket_indices
-from pipesgd.pipeline_config import check_reduce
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_eligible
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates, Wire, check_reduce
 from pipesgd.systems.exchanges.fewest_bytes import fewest_bytes
 from pipesgd.systems.exchanges.gathering import sends_less
 from pipesgd.systems.exchanges.rows import RowsReducer
@@ -193,7 +194,7 @@ class Scaled(nn.Embedding):
 
 def test_other_parameters_of_an_embeddings_class_are_exchanged_whole() -> None:
     model = nn.Sequential(Scaled(), nn.Linear(2, 1))
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="rows") as pipeline:
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, wire=Wire(reduce="rows")) as pipeline:
         model(torch.tensor([1])).sum().backward()
         assert pipeline.step().applied == (0,)
         assert list(pipeline.exchanges) == ["0.weight"]
@@ -213,7 +214,7 @@ def test_a_model_without_an_embedding_to_train_is_refused(frozen: bool) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for check in (
         lambda: check_eligible("rows", model, trained),
-        lambda: Pipelined(model, torch.optim.SGD(trained, lr=0.1), reduce="rows"),
+        lambda: Pipelined(model, torch.optim.SGD(trained, lr=0.1), wire=Wire(reduce="rows")),
     ):
         with pytest.raises(UserInputError) as refused:
             check()
@@ -258,7 +259,7 @@ def test_embeddings_are_the_last_bucket_in_addition_to_the_others() -> None:
 def test_what_rows_do_not_go_with_is_refused(options: dict[str, Any], message: str) -> None:
     model = _tagger()
     with pytest.raises(UserInputError) as refused:
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), **sections(**options))
     assert str(refused.value) == message
 
 
@@ -268,7 +269,12 @@ def test_gpus_and_sparse_adam_are_refused() -> None:
     check_reduce("matrix", "topk", "ring", "cuda")
     model = _tagger(sparse=True)
     with pytest.raises(UserInputError, match=r"optimizer must take dense gradients, .*; got SparseAdam"):
-        Pipelined(model, torch.optim.SparseAdam(model.parameters()), prediction="none", reduce="rows")
+        Pipelined(
+            model,
+            torch.optim.SparseAdam(model.parameters()),
+            updates=Updates(prediction="none"),
+            wire=Wire(reduce="rows"),
+        )
 
 
 # --- In a pipeline ----------------------------------------------------------------------------------------------------
@@ -300,7 +306,7 @@ def _train(ranks: Ranks, *, integers_only: bool, sparse: bool = False, **options
     model = _tagger(sparse=sparse and not integers_only)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hashes, counted = [], 0
-    with Pipelined(model, optimizer, ranks=ranks, **options) as pipeline:
+    with Pipelined(model, optimizer, ranks=ranks, **sections(**options)) as pipeline:
         transport = pipeline._summing.connections.transport
         before = transport.bytes_sent
         for iteration in range(6):
@@ -345,7 +351,9 @@ def test_training_by_rows_is_training_by_matrices_bit_for_bit(world_size: int, i
 def _bytes_of_a_step(ranks: Ranks) -> tuple[int, int]:
     """Return the bytes that the report of a step counts at width 1, and what they should be."""
     model = _tagger()
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="rows", ranks=ranks) as pipeline:
+    with Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, ranks=ranks, wire=Wire(reduce="rows")
+    ) as pipeline:
         table, bag = torch.zeros(40, 6), torch.zeros(8, 6)
         table[: 5 + ranks.rank] = 1.0  # at most 6 rows
         model.symbols.weight.grad, model.places.weight.grad = table, bag
@@ -364,7 +372,9 @@ def _with_a_codec(ranks: Ranks, options: dict[str, Any]) -> tuple[bool, str]:
     model = _tagger()
     before = model.symbols.weight.detach().clone()
     gradients = [with_rows((40, 6), rank, 0.2) for rank in range(ranks.world_size)]
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=1, ranks=ranks, **options) as pipeline:
+    with Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), width=1, ranks=ranks, **sections(**options)
+    ) as pipeline:
         _backward(model, ranks.rank, 0)
         model.symbols.weight.grad = gradients[ranks.rank]
         pipeline.step()
@@ -392,7 +402,11 @@ def _resume(ranks: Ranks, width: int) -> tuple[list[str], list[str], list[int], 
     def build() -> tuple[Tagger, torch.optim.Optimizer, Pipelined]:
         model = _tagger(sparse=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, optimizer, Pipelined(model, optimizer, width=width, codec="int4", reduce="rows", ranks=ranks)
+        return (
+            model,
+            optimizer,
+            Pipelined(model, optimizer, width=width, codec="int4", ranks=ranks, wire=Wire(reduce="rows")),
+        )
 
     def run(parts: Any, first: int, last: int) -> tuple[list[str], list[int]]:
         hashes, sent = [], []
@@ -430,7 +444,7 @@ def test_a_state_of_another_exchange_is_refused() -> None:
     states, pipelines = {}, {}
     for reduce in ("matrix", "rows"):
         model = _tagger()
-        pipelines[reduce] = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce=reduce)
+        pipelines[reduce] = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), wire=Wire(reduce=reduce))
         states[reduce] = pipelines[reduce].state_dict()
     with pytest.raises(UserInputError, match="reduce must be matrix, as in the state that is loaded; got rows"):
         pipelines["rows"].load_state_dict(states["matrix"])
@@ -441,7 +455,7 @@ def test_a_state_of_another_exchange_is_refused() -> None:
 
 def test_a_sparse_gradient_of_another_layer_is_refused_and_nothing_is_lost() -> None:
     model = _tagger(sparse=True)
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="rows") as pipeline:
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, wire=Wire(reduce="rows")) as pipeline:
         _backward(model, 0, 0)
         dense = model.hidden.weight.grad
         assert dense is not None
@@ -461,7 +475,9 @@ def _scaled(ranks: Ranks, sparse: bool) -> tuple[str, float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     skipped: list[int] = []
-    with Pipelined(model, optimizer, width=2, scaler=scaler, clip_norm=0.1, reduce="rows", ranks=ranks) as pipeline:
+    with Pipelined(
+        model, optimizer, width=2, scaler=scaler, ranks=ranks, updates=Updates(clip_norm=0.1), wire=Wire(reduce="rows")
+    ) as pipeline:
         for iteration in range(5):
             loss = model(torch.tensor([[iteration, 7, 7]])).square().sum()
             if iteration == 2 and ranks.rank == 1:
@@ -511,7 +527,9 @@ def test_an_embedding_has_no_more_rows_than_its_table_and_sparse_ones_go_by_rows
 
 def _of_each(ranks: Ranks, reduce: Any) -> tuple[dict[str, str], str]:
     model = _tagger()
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce=reduce, ranks=ranks) as pipeline:
+    with Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, wire=Wire(reduce=reduce)
+    ) as pipeline:
         for iteration in range(3):
             _backward(model, ranks.rank, iteration)
             pipeline.step()
@@ -540,14 +558,17 @@ def test_the_exchange_of_each_parameter_can_be_named() -> None:
 def test_exchanges_that_cannot_be_are_refused(reduce: Any, message: str) -> None:
     model = _tagger()
     with pytest.raises(UserInputError, match=message):
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce=reduce)
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), wire=Wire(reduce=reduce))
 
 
 def _of_another_kind(ranks: Ranks) -> str:
     model = _tagger()
     try:
         Pipelined(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), reduce=("matrix", "rows")[ranks.rank], ranks=ranks
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            ranks=ranks,
+            wire=Wire(reduce=("matrix", "rows")[ranks.rank]),
         ).close()
     except DisagreementError as error:
         return str(error)

@@ -22,6 +22,7 @@ from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Updates
 from pipesgd.systems.exchanges.topk import SAMPLE, TopKReducer, count_of, density_in, largest
 from timing_model.schedules import gather_ring
 
@@ -242,7 +243,9 @@ def _in_a_pipeline(ranks: Ranks) -> tuple[list[str], str, list[int]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        return model, Pipelined(model, optimizer, width=2, prediction="none", codec=OPTIONS, ranks=ranks)
+        return model, Pipelined(
+            model, optimizer, width=2, codec=OPTIONS, ranks=ranks, updates=Updates(prediction="none")
+        )
 
     def run(model: nn.Module, pipeline: Pipelined, first: int, last: int) -> tuple[list[str], list[int]]:
         hashes, sent = [], []

@@ -18,6 +18,7 @@ import torch
 from _ranks import error_of, run_ranks
 from _reference import pipe_sgd
 from _runs import run_example
+from _sections import sections
 from _small_problem import Batch, assert_same_weights, regress
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -156,7 +157,9 @@ def _train(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as pipelines:
 
         def pipeline(part: nn.Module, mesh: DeviceMesh | None) -> Pipelined:
-            return pipelines.enter_context(Pipelined(part, make_optimizer(part.parameters()), mesh=mesh, **options))
+            return pipelines.enter_context(
+                Pipelined(part, make_optimizer(part.parameters()), mesh=mesh, **sections(**options))
+            )
 
         if case.sharded:
             fully_shard(model.below, mesh=mesh["inside"])

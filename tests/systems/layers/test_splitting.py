@@ -16,6 +16,7 @@ import pytest
 import torch
 from _ranks import error_of, run_ranks
 from _reference import pipe_sgd
+from _sections import sections
 from _small_problem import Batch, assert_same_weights, regress
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -155,7 +156,7 @@ def _train(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     options: dict[str, Any] = {"width": case.width, "prediction": case.prediction, "codec": case.codec}
     losses, hashes = [], []
-    with Pipelined(model, optimizer, mesh=mesh, **options) as pipeline:
+    with Pipelined(model, optimizer, mesh=mesh, **sections(**options)) as pipeline:
         for of in batches_of(case.make):
             loss = regress(model, of[ranks.rank // 2])
             loss.backward()
@@ -224,7 +225,7 @@ def _count_memory(ranks: Ranks, folder: Path) -> list[list[int]]:
     for optimizer, options, _ in MEMORY:
         model = nn.Linear(2 * NUMEL, 1, bias=False)
         split_layers(model, mesh["inside"], folder / "memory.toml")
-        with Pipelined(model, OPTIMIZERS[optimizer](model.parameters()), mesh=mesh, **options) as pipeline:
+        with Pipelined(model, OPTIMIZERS[optimizer](model.parameters()), mesh=mesh, **sections(**options)) as pipeline:
             for iteration in range(3):
                 model(torch.full((3, 2 * NUMEL), float(iteration))).sum().backward()
                 pipeline.step()
