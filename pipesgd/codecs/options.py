@@ -9,7 +9,7 @@ from abc import ABC
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipesgd.checks import check_one_of, one_of, refuse
+from pipesgd.checks import check_one_of, refuse
 from pipesgd.guests import guest
 from pipesgd.options import check_values, option
 
@@ -74,41 +74,14 @@ class CodecOptions(ABC):
         words = ["rounded stochastically"] * self.stochastic
         return [*words, *["with error feedback"] * self.gives_back]
 
-    def check_all_reduce(self, all_reduce: str) -> None:
-        """Raise ``UserInputError`` unless the codec works with this all-reduce."""
-        check_native(self.codec, self.gives_back, all_reduce)
-
-    def check_outer(self, outer: str) -> None:
-        """Raise ``UserInputError`` unless the codec works with this outer optimizer of local steps.
-
-        Elastic averaging needs a codec that keeps no residual. What an encoding leaves out of a difference from the
-        centre is still in the next one, since the centre has not moved by it. A residual would add it a second time,
-        and again in every window in which the value is left out.
-        """
-        left_out = "whose next difference has what was left out of this one"
-        refuse(
-            (outer == "nesterov" and self.own_momentum,
-             "momentum-correction must be 0 with --outer nesterov, whose momentum it would replace; "
-             f"got {self.own_momentum}"),
-            (outer == "elastic" and self.codec in ("topk", "powersgd"),
-             f"codec must keep no residual with --outer elastic, {left_out}; got {self.codec}"),
-            (outer == "elastic" and self.gives_back,
-             f"error-feedback must be off with --outer elastic, {left_out}; got on{self._by_default()}"),
-        )  # fmt: skip
-
-    def _by_default(self) -> str:
-        """Return words that say that error feedback is on by default, if it is."""
-        return f", the default of {self.codec}" if getattr(self, "error_feedback", None) is None else ""
-
-
-def check_native(codec: str, gives_back: bool, all_reduce: str) -> None:
-    """Raise ``UserInputError`` if ``all_reduce`` is native and does not work with this codec."""
-    refuse(
-        (all_reduce == "native" and codec not in NATIVE_CODECS,
-         f"codec must be {one_of(NATIVE_CODECS)} with --all-reduce native, in which torch sums; got {codec}"),
-        (all_reduce == "native" and gives_back,
-         "error-feedback must be off with --all-reduce native, in which torch rounds; got on"),
-    )  # fmt: skip
+    def facts(self) -> dict[str, Any]:
+        """Return what rules between options ask about the codec (``pipesgd.rules``)."""
+        return {
+            "codec": self.codec,
+            "gives_back": self.gives_back,
+            "error_feedback": getattr(self, "error_feedback", None),
+            "own_momentum": self.own_momentum,
+        }
 
 
 @dataclass(frozen=True)

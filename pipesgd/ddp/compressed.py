@@ -33,6 +33,7 @@ from pipesgd.ranks import current
 from pipesgd.reducers.base import mean_over_ranks
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.reducers.make import compiled_codec, dense_reducer
+from pipesgd.rules import CODEC, check_rules, options_of_sections
 from pipesgd.sections import Wire, differing
 from pipesgd.strategy import Span, StepReport
 
@@ -94,7 +95,7 @@ class CompressedBuckets:
         check_model(ddp_model)
         check_dense_embeddings(ddp_model)
         check_one_of("codec", kind(options.codec), (*DENSE_CODECS, OWN))
-        options.check_all_reduce(wire.all_reduce_name)
+        check_rules(options_of_sections(all_reduce_name=wire.all_reduce_name, **options.facts()), CODEC)
         for name, value in differing(wire, but=("all_reduce", "segment_bytes", "connections", "timeout")).items():
             raise UserInputError(f"{name} must be left out of compress, which sums torch's buckets; got {value!r}")
         check_at_least("seed", seed, 0)

@@ -22,7 +22,6 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.transport import Group, Mesh
-from pipesgd.config import check_whole
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
 from pipesgd.flat_buffer import (
     FlatBuffer,
@@ -73,7 +72,8 @@ from pipesgd.replicas import (
     nonfinite_ranks,
     share_rank_0s_values,
 )
-from pipesgd.sections import DEFAULT_TIMEOUT, Updates, Windows, Wire, check_reduce, check_width
+from pipesgd.rules import CODEC, PARTS, REDUCE, check_rules, options_of_sections
+from pipesgd.sections import DEFAULT_TIMEOUT, Updates, Wire, check_width
 from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
 
@@ -183,15 +183,16 @@ class Pipelined(Strategy):
             check_not_schedule_free(optimizer)
         name = wire.all_reduce_name
         options = codec_options(codec)
-        options.check_all_reduce(name)
-        check_whole(wire, Windows(), options.codec)
+        given = options_of_sections(wire, fragments=1, all_reduce_name=name, **options.facts())
+        check_rules(given, CODEC, PARTS)
         self.module = model
         """Model that is trained."""
         self._optimizer = optimizer
         exchanges = Exchanges(model, wire.reduce)
         self._cut: Cut = Cut.of(model, optimizer, str(wire.buckets), exchanges)
         device = self._parameters[0].device
-        check_reduce(words_of(wire.reduce) if exchanges.gathered else WHOLE_GRADIENTS, options.codec, name, device.type)
+        given.reduce, given.device = words_of(wire.reduce) if exchanges.gathered else WHOLE_GRADIENTS, device.type
+        check_rules(given, REDUCE)
         self._island = island_of(
             mesh,
             model,

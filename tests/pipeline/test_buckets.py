@@ -123,10 +123,6 @@ def test_what_is_no_cut_is_refused_in_one_line(buckets: str, message: str) -> No
             {"buckets": "1MiB", "codec": "topk"},
             "buckets must be 1 with --codec topk, which compresses the gradient as a whole; got 1MiB",
         ),
-        (
-            {"buckets": 2, "codec": "powersgd"},
-            "buckets must be 1 with --codec powersgd, which compresses the gradient as a whole; got 2",
-        ),
     ],
 )
 def test_buckets_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

@@ -58,13 +58,6 @@ class TopK(GradientCodec):
     def _words(self) -> list[str]:
         return [f"with density {self.density:g}"]
 
-    def check_all_reduce(self, all_reduce: str) -> None:
-        super().check_all_reduce(all_reduce)
-        if all_reduce != "ring":
-            raise UserInputError(
-                f"all-reduce must be ring with --codec topk, whose values are gathered around it; got {all_reduce}"
-            )
-
     def check(self, parameters: Sequence[Tensor]) -> None:
         """Raise ``UserInputError`` if indices of values of ``parameters`` do not fit into 32 bits."""
         for dtype in {parameter.dtype for parameter in parameters}:

@@ -25,7 +25,7 @@ from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_eligible
 from pipesgd.replicas import weights_sha256
-from pipesgd.sections import Updates, Wire, check_reduce
+from pipesgd.sections import Updates, Wire
 from pipesgd.systems.exchanges.fewest_bytes import fewest_bytes
 from pipesgd.systems.exchanges.gathering import sends_less
 from pipesgd.systems.exchanges.rows import RowsReducer
@@ -243,14 +243,6 @@ def test_embeddings_are_the_last_bucket_in_addition_to_the_others() -> None:
     [
         ({"reduce": "row"}, "reduce must be one of matrix, rows, factors; got 'row' (did you mean rows?)"),
         (
-            {"reduce": "rows", "codec": "topk"},
-            "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
-        ),
-        (
-            {"reduce": "rows", "codec": "powersgd"},
-            "reduce must be matrix with --codec powersgd, which compresses the gradient as a whole; got rows",
-        ),
-        (
             {"reduce": "rows", "all_reduce": "native"},
             "reduce must be matrix with --all-reduce native, in which torch sums whole gradients; got rows",
         ),
@@ -263,10 +255,7 @@ def test_what_rows_do_not_go_with_is_refused(options: dict[str, Any], message: s
     assert str(refused.value) == message
 
 
-def test_gpus_and_sparse_adam_are_refused() -> None:
-    with pytest.raises(UserInputError, match=r"reduce must be matrix with device cuda, .*; got rows"):
-        check_reduce("rows", "fp32", "ring", "cuda")
-    check_reduce("matrix", "topk", "ring", "cuda")
+def test_sparse_adam_is_refused() -> None:
     model = _tagger(sparse=True)
     with pytest.raises(UserInputError, match=r"optimizer must take dense gradients, .*; got SparseAdam"):
         Pipelined(
