@@ -19,7 +19,8 @@ OF_THE_COMMAND = [
     ),
     (
         "--width auto --all-reduce hierarchical",
-        "all-reduce must be another one with --width auto, since links inside nodes are not calibrated; got hierarchical",
+        "all-reduce must be another one with --width auto, since links inside nodes are not calibrated; got "
+        "hierarchical",
     ),
     (
         "--codec topk --all-reduce all-to-all",
@@ -59,11 +60,13 @@ OF_THE_COMMAND = [
     ),
     (
         "--fragments auto --rate-limit 50mbit",
-        "cluster must be given with --fragments auto and --rate-limit, since a calibration before the run would use the whole line; got none",
+        "cluster must be given with --fragments auto and --rate-limit, since a calibration before the run would "
+        "use the whole line; got none",
     ),
     (
         "--rate-limit 50mbit --width auto",
-        "cluster must be given with --width auto and --rate-limit, since a calibration before the run would use the whole line; got none",
+        "cluster must be given with --width auto and --rate-limit, since a calibration before the run would use "
+        "the whole line; got none",
     ),
     (
         "--width auto --codec powersgd",
@@ -76,7 +79,8 @@ OF_THE_COMMAND = [
     ),
     (
         "--outer elastic --codec powersgd",
-        "codec must keep no residual with --outer elastic, whose next difference has what was left out of this one; got powersgd",
+        "codec must keep no residual with --outer elastic, whose next difference has what was left out of this "
+        "one; got powersgd",
     ),
     (
         "--strategy ps-sync --device cuda",
@@ -92,11 +96,13 @@ OF_THE_COMMAND = [
     ),
     (
         "--outer elastic --codec int8 --error-feedback on",
-        "error-feedback must be off with --outer elastic, whose next difference has what was left out of this one; got on",
+        "error-feedback must be off with --outer elastic, whose next difference has what was left out of this one; "
+        "got on",
     ),
     (
         "--outer elastic --codec int4",
-        "error-feedback must be off with --outer elastic, whose next difference has what was left out of this one; got on, the default of int4",
+        "error-feedback must be off with --outer elastic, whose next difference has what was left out of this one; "
+        "got on, the default of int4",
     ),
     (
         "--fragments 2 --width 1 --average-state",
@@ -143,7 +149,8 @@ OF_THE_COMMAND = [
     ),
     (
         "--optimizer muon --strategy ps-async",
-        "optimizer must update each element on its own with --strategy ps-async, whose servers may cut parameters anywhere; got muon, which needs whole matrices",
+        "optimizer must update each element on its own with --strategy ps-async, whose servers may cut parameters "
+        "anywhere; got muon, which needs whole matrices",
     ),
     (
         "--fragments auto --outer nesterov",
@@ -170,7 +177,8 @@ OF_THE_COMMAND = [
     ),
     (
         "--reduce rows --local-steps 2",
-        "reduce must be left out with --local-steps, since a movement is that of a whole window, and no gradient; got 'rows'",
+        "reduce must be left out with --local-steps, since a movement is that of a whole window, and no gradient; "
+        "got 'rows'",
     ),
     (
         "--reduce rows --all-reduce native",
@@ -203,13 +211,13 @@ OF_DDP = [
     (
         Wire(),
         Updates(guard=True),
-        "guard must be left out, since a loop with DistributedDataParallel has its own steps",
+        "guard must be left out, since a loop with DistributedDataParallel has",
     ),
     (Wire(buckets=4), Updates(), "buckets must be left out, since a loop with DistributedDataParallel has its own"),
     (
         Wire(reduce="rows"),
         Updates(),
-        "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold",
+        "reduce must be matrix in a loop with DistributedDataParallel, whose",
     ),
 ]
 
