@@ -7,8 +7,6 @@ of the same round, in CPU seconds of the thread, which do not advance while othe
 float32 in back-to-back calls, the first of them untimed; "memory" is 128 MiB in one call. Values are restored before
 each measurement, untimed. The hop decodes the received message, adds it and encodes the sum; "hop, residual" also adds
 a residual and subtracts what the message encodes from it; it has no target. Python's own overhead in a call counts.
-
-Our codecs are compared with bf16, int8 and int4 written straightforwardly in torch, eager and by torch.compile.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from rich.console import Console
 from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns
 from experiments.results import Row, grouped, save
-from experiments.torch_codecs import TORCH_CODECS
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
@@ -42,7 +39,6 @@ CODECS = {
     },
     "sign": CodecOptions(codec="sign"),
 }
-RIVALS = ("eager", "compile")
 OPERATIONS = ("encode", "decode", "hop", "hop, residual")
 MOST_FOR_DECODE = 2.0
 MOST_FOR_THE_REST = {"bf16": 2.0, "int8": 2.0, "int4": 3.0, "ternary": 3.0, "ternary stochastic": 3.0}
@@ -102,26 +98,8 @@ def own_operations(codec: Codec, buffers: Buffers) -> dict[str, Operation]:
     }
 
 
-def torch_operations(name: str, how: str, buffers: Buffers) -> dict[str, Operation]:
-    """Return the operations of the codec ``name`` written in torch, run "eager" or by "compile"."""
-    codec = TORCH_CODECS[name]
-
-    def made(function: Callable[..., None]) -> Callable[..., None]:
-        return torch.compile(function, dynamic=False) if how == "compile" else function
-
-    values = buffers.values
-    received, message = codec.message(values.numel()), codec.message(values.numel())
-    buffers.reset()
-    codec.encode(values, *received)
-    return {
-        "encode": partial(made(codec.encode), values, *message),
-        "decode": partial(made(codec.decode), *received, values),
-        "hop": partial(made(codec.hop), *received, values, *message),
-    }
-
-
-def compute(sizes: Sequence[Size], codecs: Sequence[str], rivals: Sequence[str], console: Console) -> list[Row]:
-    """Return a row for every size, contender and operation."""
+def compute(sizes: Sequence[Size], codecs: Sequence[str], console: Console) -> list[Row]:
+    """Return a row for every size, codec and operation."""
     torch.set_num_threads(1)
     rows = []
     for size in sizes:
@@ -132,36 +110,16 @@ def compute(sizes: Sequence[Size], codecs: Sequence[str], rivals: Sequence[str],
             for name in codecs
             for operation, function in own_operations(make_codec(CODECS[name]), buffers).items()
         }
-        for name in codecs:
-            for how in rivals if name in TORCH_CODECS else ():
-                for operation, function in torch_operations(name, how, buffers).items():
-                    contenders[f"{name}, torch {how}", operation] = function
-        failures = _first_calls(contenders, console)
+        for function in contenders.values():  # the first call compiles loops
+            function()
         timed = {str(key): partial(time_calls, function, buffers, size) for key, function in contenders.items()}
         timed["copy"] = partial(time_calls, partial(np.copyto, copied.numpy(), buffers.original.numpy()), buffers, size)
         with command.progress(console, f"codecs in {size.name}", size.rounds + 1) as advance:
             after_round = partial(advance, 1, f"{len(timed)} contenders")
             seconds = paired.interleave_here(timed, size.rounds, warm_up=1, after_round=after_round)
-        for name, operation in [*contenders, *failures]:
-            times = seconds.get(str((name, operation)))
-            rows.append(summarize(size, name, operation, times, seconds["copy"], failures.get((name, operation), "")))
+        for name, operation in contenders:
+            rows.append(summarize(size, name, operation, seconds[str((name, operation))], seconds["copy"]))
     return rows
-
-
-def _first_calls(contenders: dict[tuple[str, str], Operation], console: Console) -> dict[tuple[str, str], str]:
-    """Call each contender once, which may compile it; remove those that torch cannot compile here and return why."""
-    failures: dict[tuple[str, str], str] = {}
-    with command.progress(console, "compiling", len(contenders)) as advance:
-        for key, function in list(contenders.items()):
-            try:
-                function()
-            except Exception as failure:  # a compiler may raise anything; our own codecs must work
-                if "torch compile" not in key[0]:
-                    raise
-                failures[key] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:100]}"
-                del contenders[key]
-            advance(1, ", ".join(key))
-    return failures
 
 
 def time_calls(function: Operation, buffers: Buffers, size: Size) -> float:
@@ -175,32 +133,28 @@ def time_calls(function: Operation, buffers: Buffers, size: Size) -> float:
     return (time.thread_time() - begin) / size.calls
 
 
-def summarize(
-    size: Size, name: str, operation: str, times: Sequence[float] | None, copy: Sequence[float], failure: str = ""
-) -> Row:
-    """Return a line of the table; ``times`` is None for what could not be compiled."""
-    ratio = None if times is None else paired_ratio(times, copy)
-    target = target_of(name, operation)
+def summarize(size: Size, name: str, operation: str, times: Sequence[float], copy: Sequence[float]) -> Row:
+    """Return a line of the table."""
+    ratio, target = paired_ratio(times, copy), target_of(name, operation)
     return {
         "size": size.name,
         "nbytes": 4 * size.numel,
         "contender": name,
         "operation": operation,
-        "median_s": None if times is None else median(times),
+        "median_s": median(times),
         "copy_median_s": median(copy),
         "copy_iqr_s": interquartile_range(copy),
         **ratio_columns("ratio", ratio),
-        "ratio_iqr": None if times is None else interquartile_range(np.asarray(times) / np.asarray(copy)),
+        "ratio_iqr": interquartile_range(np.asarray(times) / np.asarray(copy)),
         "rounds": len(copy),
         "target_ratio": target,
-        "target_met": None if target is None or ratio is None else ratio.median <= target,
-        "failure": failure,
+        "target_met": None if target is None else ratio.median <= target,
     }
 
 
 def target_of(name: str, operation: str) -> float | None:
     """Return the operation's limit, in times of a copy; None if it has no target."""
-    if name not in CODECS or operation == "hop, residual":
+    if operation == "hop, residual":
         return None
     return MOST_FOR_DECODE if operation == "decode" else MOST_FOR_THE_REST.get(name)
 
@@ -225,8 +179,6 @@ def _table(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 def _text(row: Row) -> str:
     """Return a cell such as "1.52 +-0.03 met": the ratio, half of its interquartile range, and the verdict."""
-    if row["ratio_median"] is None:
-        return "not available"
     verdict = {None: "", True: " met", False: " MISSED"}[row["target_met"]]
     return f"{row['ratio_median']:.2f} +-{row['ratio_iqr'] / 2:.2f}{verdict}"
 
@@ -234,11 +186,11 @@ def _text(row: Row) -> str:
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Parse the options. Raises ``UserInputError``."""
     options = command.parser("bench_codecs", __doc__)
-    add = options.add_argument
-    add("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"any of {'; '.join(CODECS)} (all)")
-    add("--rivals", nargs="*", default=list(RIVALS), metavar="HOW", help=f"ways of torch: {', '.join(RIVALS)} (both)")
+    options.add_argument(
+        "--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"any of {'; '.join(CODECS)} (all)"
+    )
     arguments = command.parse(options, words)
-    command.check_each_once(arguments, {"codecs": CODECS, "rivals": RIVALS})
+    command.check_each_once(arguments, {"codecs": CODECS})
     command.check_alone("bench_codecs", by_torchrun, "it uses one thread of one process")
     return arguments
 
@@ -246,7 +198,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    rows = compute(QUICK if arguments.quick else FULL, arguments.codecs, arguments.rivals, console)
+    rows = compute(QUICK if arguments.quick else FULL, arguments.codecs, console)
     publish(rows, arguments.output)
 
 

@@ -6,8 +6,8 @@
 A run is pipesgd.train at width 1 on four ranks of this machine, over loopback. A row has all seeds of a codec;
 differences to fp32 compare runs of the same seed, which start from the same weights and see the same samples.
 
-A failed run is a result as well. Finished runs are kept in codec_accuracy.runs.json in the output folder, by their
-arguments and with the commit that made them: the same command runs only what is missing or failed.
+Finished runs are kept in codec_accuracy.runs.json in the output folder, by their arguments and with the commit that
+made them: the same command runs only what is missing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import json
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -35,7 +34,6 @@ from pipesgd.cli import parse as parse_training
 from pipesgd.data import make_workload
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
-from pipesgd.run.console import say
 from pipesgd.run.output import SUMMARY_FILE
 from timing_model.collective_time import ring_all_reduce_bytes
 
@@ -72,16 +70,14 @@ SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 30
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Outcome of one run."""
+    """Outcome of one run on all ranks."""
 
     started: str
     commit: str | None
     """Commit of the code that made the run; None if there is no repository."""
     seconds: float
-    failure: str | None = None
-    """Reason why the run has no results; None if it succeeded."""
-    test_accuracy: float | None = None
-    wire_bytes: int | None = None
+    test_accuracy: float
+    wire_bytes: int
     """Bytes that rank 0 sends in an iteration."""
 
 
@@ -95,10 +91,10 @@ class Planned:
     words: str
     """Arguments of ``pipesgd.train``, all but --output."""
 
-
-def runs_in(folder: Path, *, fresh: bool = False) -> KeptRuns[Run]:
-    """Return the finished runs of a folder, which ``fresh`` forgets."""
-    return KeptRuns(folder / "codec_accuracy.runs.json", Run, fresh=fresh)
+    @property
+    def name(self) -> str:
+        """Name of the run for people."""
+        return f"{self.model}, {self.codec}, seed {self.seed}"
 
 
 def plan(models: Sequence[str], codecs: Sequence[str], seeds: int, *, quick: bool) -> list[Planned]:
@@ -114,38 +110,25 @@ def plan(models: Sequence[str], codecs: Sequence[str], seeds: int, *, quick: boo
     return planned
 
 
-def train(words: str) -> Run:
-    """Run ``pipesgd.train`` once by torchrun."""
+def train(one: Planned) -> Run:
+    """Run ``pipesgd.train`` once by torchrun.
+
+    Raises:
+        RunError: it failed.
+    """
     started, begin = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
-        failure = run_training([*words.split(), "--output", str(folder)], WORLD_SIZE)
-        if failure is None:
-            summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-            found["test_accuracy"] = summary["final"]["test_accuracy"]
-            found["wire_bytes"] = summary["wire_bytes_per_iteration"]
-    return Run(started=started, commit=code_state(), seconds=time.perf_counter() - begin, failure=failure, **found)
-
-
-def compute(
-    planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, train: Callable[[str], Run] = train
-) -> dict[str, Run]:
-    """Return the planned runs by their arguments; those that are missing or failed are made now."""
-    done = {words: run for words, run in runs.load().items() if run.failure is None}
-    missing = [one for one in planned if one.words not in done]
-    command.say_kept(console, len(planned), len(missing))
-    with command.progress(console, "accuracy", len(missing)) as advance:
-        for number, one in enumerate(missing, start=1):
-            run = done[one.words] = train(one.words)
-            runs.add(one.words, run)
-            name = f"{number}/{len(missing)} {one.model}, {one.codec}, seed {one.seed}"
-            if run.test_accuracy is None:
-                say(console, f"{name} failed: {run.failure}")
-                advance(1, f"{name} failed")
-            else:
-                advance(1, f"{name}: {run.test_accuracy:.2%} in {run.seconds:.0f} s")
-    return {one.words: done[one.words] for one in planned}
+        if failure := run_training([*one.words.split(), "--output", str(folder)], WORLD_SIZE):
+            raise RunError(failure)
+        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    return Run(
+        started=started,
+        commit=code_state(),
+        seconds=time.perf_counter() - begin,
+        test_accuracy=summary["final"]["test_accuracy"],
+        wire_bytes=summary["wire_bytes_per_iteration"],
+    )
 
 
 def parameters(model: str) -> int:
@@ -157,44 +140,36 @@ def parameters(model: str) -> int:
 def summarize(planned: Sequence[Planned], runs: Mapping[str, Run], numel: Mapping[str, int]) -> list[Row]:
     """Return a row for every model and codec; ``numel`` is the number of parameters of each model.
 
-    Differences to fp32, in points, are over the seeds that both have; None if there are none.
+    Differences to fp32, in points, are None where it was left out.
     """
     kept = {(one.model, one.codec, one.seed): runs[one.words] for one in planned}
     seeds = sorted({one.seed for one in planned})
     rows = []
     for model, codec in dict.fromkeys((one.model, one.codec) for one in planned):
-        own = {seed: kept[model, codec, seed] for seed in seeds}
-        good = {seed: run.test_accuracy for seed, run in own.items() if run.test_accuracy is not None}
-        wire = next((run.wire_bytes for run in own.values() if run.wire_bytes is not None), None)
+        own = [kept[model, codec, seed] for seed in seeds]
+        accuracies, wire = [run.test_accuracy for run in own], own[0].wire_bytes
         plain = ring_all_reduce_bytes(numel[model], WORLD_SIZE)  # values that a rank sends
-        base = {seed: run.test_accuracy for seed in seeds if (run := kept.get((model, BASELINE, seed)))}
-        pairs = [(value, base.get(seed)) for seed, value in good.items()]
+        base = [run.test_accuracy for seed in seeds if (run := kept.get((model, BASELINE, seed)))]
         # Rounded, so that a value exactly on the target meets it.
-        lost = [round(100 * (ours - theirs), 6) for ours, theirs in pairs if theirs is not None]
+        lost = [round(100 * (ours - theirs), 6) for ours, theirs in zip(accuracies, base, strict=False)]
         rows.append(
             {
                 "model": model,
                 "codec": codec,
                 "words": CODECS[codec],
                 "wire_bytes_per_iteration": wire,
-                "bits_per_value": None if wire is None else 8 * wire / plain,
-                "wire_bytes_to_fp32": None if wire is None else wire / (4 * plain),
-                **{f"accuracy_seed_{seed}": good.get(seed) for seed in seeds},
-                "accuracy_median": median(list(good.values())) if good else None,
-                "accuracy_mean": float(np.mean(list(good.values()))) if good else None,
+                "bits_per_value": 8 * wire / plain,
+                "wire_bytes_to_fp32": wire / (4 * plain),
+                **{f"accuracy_seed_{seed}": accuracy for seed, accuracy in zip(seeds, accuracies, strict=True)},
+                "accuracy_median": median(accuracies),
+                "accuracy_mean": float(np.mean(accuracies)),
                 "difference_to_fp32_points": round(float(np.mean(lost)), 6) if lost else None,
                 "difference_lowest_points": min(lost, default=None),
                 "difference_highest_points": max(lost, default=None),
-                "run_median_s": median([run.seconds for run in own.values()]),
-                "failures": "; ".join(f"seed {seed}: {run.failure}" for seed, run in own.items() if run.failure),
+                "run_median_s": median([run.seconds for run in own]),
             }
         )
     return rows
-
-
-def accuracies(row: Row) -> list[float | None]:
-    """Return the accuracy of each seed; None for those that failed."""
-    return [value for name, value in row.items() if name.startswith("accuracy_seed_")]
 
 
 def verdict(row: Row) -> str:
@@ -204,7 +179,7 @@ def verdict(row: Row) -> str:
     return "met" if row["difference_to_fp32_points"] >= -MOST_LOST else "MISSED"
 
 
-def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Console) -> None:
+def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
     """Save the rows and print them."""
     extra = {
         "target": {"codecs": TARGETED, "difference_to_fp32_points_at_least": -MOST_LOST},
@@ -212,7 +187,7 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
         "words_of_runs": sorted(runs),
         "runs_started": {
             "first": min(run.started for run in runs.values()),
-            "last": max(r.started for r in runs.values()),
+            "last": max(run.started for run in runs.values()),
         },
         "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
     }
@@ -221,19 +196,17 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
         f"Test accuracy; target: {' and '.join(TARGETED)} lose at most {MOST_LOST} points to {BASELINE}",
         [_texts(row) for row in rows],
     )
-    for row in rows:
-        if row["failures"]:
-            say(console, f"{row['model']}, {row['codec']} failed: {row['failures']}")
 
 
 def _texts(row: Row) -> dict[str, str]:
     text = partial(command.text_of, row, missing="")
+    accuracies = [value for name, value in row.items() if name.startswith("accuracy_seed_")]
     return {
         "model": row["model"],
         "codec": row["codec"],
         "kB sent": text("wire_bytes_per_iteration", ".0f", 1e-3),
         "bits": text("bits_per_value", ".2f"),
-        "accuracy % by seed": " ".join("failed" if x is None else f"{100 * x:.2f}" for x in accuracies(row)),
+        "accuracy % by seed": " ".join(f"{100 * accuracy:.2f}" for accuracy in accuracies),
         "mean": text("accuracy_mean", ".2f", 100),
         "to fp32": text("difference_to_fp32_points", "+.2f"),
         "s": text("run_median_s", ".0f"),
@@ -269,13 +242,12 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    runs = runs_in(arguments.output, fresh=arguments.fresh)
+    kept = KeptRuns(arguments.output / "codec_accuracy.runs.json", Run, fresh=arguments.fresh)
     planned = plan(arguments.models, arguments.codecs, arguments.seeds, quick=arguments.quick)
     numel = ranks.raise_together("data", lambda: {model: parameters(model) for model in arguments.models})
-    done = compute(planned, runs, console)
-    publish(summarize(planned, done, numel), done, arguments.output, console)
-    if all(run.failure for run in done.values()):
-        raise RunError(f"a codec must get through; all failed, the first: {done[planned[0].words].failure}")
+    by_words = {one.words: one for one in planned}
+    done = kept.complete(by_words, train, console, "accuracy", named=lambda one: one.name)
+    publish(summarize(planned, done, numel), done, arguments.output)
 
 
 if __name__ == "__main__":

@@ -97,13 +97,6 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def add_kills(options: Parser, of_kills: str, kills: int, quick: int) -> None:
-    """Add the options of experiments that kill ranks: a number of runs ``of_kills``, a seed, and ``--fresh``."""
-    options.add_argument("--kills", type=at_least(1), help=f"{of_kills} ({kills}; quick: {quick})")
-    options.add_argument("--seed", type=at_least(0), default=0, help="seed of the ranks and moments (0)")
-    options.add_argument("--fresh", action="store_true", help="repeat kept runs")
-
-
 def check_each_once(arguments: argparse.Namespace, known: Mapping[str, Iterable[str] | None]) -> None:
     """Raise ``UserInputError`` if an option in ``known`` holds one value twice, or one that is not among its choices.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,24 +27,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperFigure:
-    """Name, looks and description of a figure."""
+class PaperFigure(Panels):
+    """Name, looks and description of a figure, whose panels a column "panel" tells apart by default."""
 
     name: str
     """Name of the figure's files."""
     title: str
     caption: str
     """Text that describes the figure, also for somebody who does not see it."""
-    plot: Callable[[list[Row], Axes], Axes]
-    """Function that draws the rows of one panel."""
+    by: tuple[str, ...] = ("panel",)
     panel: tuple[float, float] = (4.6, 3.4)
-    """Width and height of a panel, in inches."""
-    abreast: int = 3
-    """Largest number of panels in a line."""
+    abreast: int | None = 3
     columns: str = "csv"
     """Ending of the table's file: "json" if values in the table are lists."""
-    by: tuple[str, ...] = ("panel",)
-    """Columns that tell the panels apart."""
     module: str | None = None
     """Module that makes the table, if it has another name than the figure."""
 
@@ -52,40 +47,29 @@ class PaperFigure:
         """Return the rows that were saved."""
         return load(folder / self.file)
 
-    def draw(self, rows: Sequence[Row], only: Sequence[str] | None = None) -> Figure:
-        """Draw all panels, or ``only`` some; a notebook shows the returned figure."""
+    def show(self, only: Sequence[str] | None = None) -> Figure | str:
+        """Return, for a notebook, the figure of the saved results, or a text on how to make them if there are none.
+
+        With ``only``, the figure has these panels alone.
+        """
+        rows = self.table() if (RESULTS / self.file).exists() else []
         if only is not None:
             rows = [row for name in only for row in rows if row["panel"] == name]
-        return self._panels.draw(rows)
-
-    def show(self, only: Sequence[str] | None = None) -> Figure | str:
-        """Return, for a notebook, the figure of the saved results, or a text on how to make them if there are none."""
-        rows = self.table() if (RESULTS / self.file).exists() else []
-        if not any(only is None or row["panel"] in only for row in rows):
-            return self.not_measured
-        return self.draw(rows, only)
+        return self.draw(rows) if rows else self.not_measured
 
     @property
     def not_measured(self) -> str:
         return f"Not measured yet: python -m experiments.{self.module or self.name} does it."
-
-    def save(self, rows: Sequence[Row], folder: Path, *, dpi: float | None = None) -> Path:
-        """Draw all panels into ``folder/name.png``."""
-        return self._panels.save(self.name, rows, folder, dpi)
 
     @property
     def file(self) -> str:
         """Name of the file of the figure's table."""
         return f"{self.name}.{self.columns}"
 
-    @property
-    def _panels(self) -> Panels:
-        return Panels(by=self.by, plot=self.plot, panel=self.panel, abreast=self.abreast)
-
     def publish(self, rows: list[Row], arguments: Namespace, console: Console, extra: dict[str, Any]) -> None:
         """Save table, manifest and figure."""
         path = save(self.name, rows, extra=extra, folder=arguments.output)
-        figure = self.save(rows, arguments.output)
+        figure = self.save(self.name, rows, arguments.output)
         say(console, f"wrote {path} and {figure}")
 
 

@@ -67,15 +67,11 @@ figures of archived experiments stay as they are."""
 
 def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:
     """Return, by name, a function that draws each figure for which there are results into a folder."""
-    found: dict[str, Callable[[Path], Path]] = {}
-    for manifest in sorted(results.glob("*.manifest.json")):
-        name = manifest.name.removesuffix(".manifest.json")
-        own = next((one for one in FIGURES if one.name == name), None)
-        if own is not None:
-            found[name] = partial(own.save, own.table(results))
-        elif name in DRAWN:
-            found[name] = partial(DRAWN[name], name, load(next(results.glob(f"{name}.[cj]s*"))))
-    return found
+    draw: dict[str, Draw] = DRAWN | {one.name: one.save for one in FIGURES}
+    names = [manifest.name.removesuffix(".manifest.json") for manifest in sorted(results.glob("*.manifest.json"))]
+    return {
+        name: partial(draw[name], name, load(next(results.glob(f"{name}.[cj]s*")))) for name in names if name in draw
+    }
 
 
 def page(results: Path = RESULTS) -> str:
@@ -102,7 +98,7 @@ def write(console: Console, docs: Path = DOCS, results: Path = RESULTS) -> None:
     (docs / PICTURES).mkdir(exist_ok=True)
     for one in FIGURES:
         if (results / one.file).exists():
-            one.save(one.table(results), docs / PICTURES, dpi=DPI)
+            one.save(one.name, one.table(results), docs / PICTURES, dpi=DPI)
     (docs / PAGE).write_text(page(results), encoding="utf-8")
     say(console, f"wrote docs/{PAGE}")
 

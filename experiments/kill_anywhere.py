@@ -202,7 +202,9 @@ def show(rows: Sequence[Killed]) -> None:
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Return the options; raises ``UserInputError``."""
     options = command.parser("kill_anywhere", __doc__)
-    command.add_kills(options, "runs with a kill", KILLS, QUICK_KILLS)
+    options.add_argument("--kills", type=command.at_least(1), help=f"runs with a kill ({KILLS}; quick: {QUICK_KILLS})")
+    options.add_argument("--seed", type=command.at_least(0), default=0, help="seed of the ranks and moments (0)")
+    options.add_argument("--fresh", action="store_true", help="repeat kept runs")
     arguments = command.parse(options, words)
     command.check_alone("kill_anywhere", by_torchrun, "it forks its ranks itself")
     return arguments

@@ -7,18 +7,14 @@ a block is that of the slowest rank.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 import tempfile
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -49,7 +45,7 @@ MakeLoops: TypeAlias = Callable[[nn.Module, Ranks], Mapping[str, Loop]]
 ALONE, DDP, DDP_FP16 = "no communication", "DDP", "DDP, fp16"
 """Names of the loops that benches compare theirs with."""
 JOB_SECONDS = 3000.0
-TIMES_FILE, PROGRESS_FILE = "times.json", "progress"
+TIMES_FILE = "times.json"
 UNTIMED_ITERATIONS = 2
 
 
@@ -108,18 +104,14 @@ class Metered:
 
 
 def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Effort, folder: Path) -> None:
-    """Time all loops on these ranks; rank 0 writes what ``on_testbed`` returns, and what is left after every round.
-
-    Collective.
-    """
+    """Time all loops on these ranks; rank 0 writes what ``on_testbed`` returns. Collective."""
     data = ranks.raise_together("data", workload.load)
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     loops = make_loops(workload.build(data), ranks)
     batches = workload.batches(data, ranks, effort.untimed + effort.block)
     made = make_blocks(loops, batches, effort.untimed)
     blocks = {name: Metered(block, ranks) for name, block in made.items()}
-    after_round = partial(_write_progress, folder, ranks, effort.rounds + 1, count(1), time.perf_counter())
-    seconds = paired.interleave(blocks, effort.rounds, warm_up=1, after_round=after_round)
+    seconds = paired.interleave(blocks, effort.rounds, warm_up=1)
     for loop in loops.values():
         loop.close()
     if ranks.rank == 0:
@@ -150,49 +142,18 @@ def make_blocks(loops: Mapping[str, Loop], batches: Sequence[Batch], untimed: in
     return {name: partial(block, loop) for name, loop in loops.items()}
 
 
-def _write_progress(folder: Path, ranks: Ranks, rounds: int, numbers: Iterator[int], begin: float) -> None:
-    """Write, on rank 0, the rounds that are done and the time that is left, for ``_progress_shown``."""
-    done = next(numbers)
-    left = timedelta(seconds=round((time.perf_counter() - begin) / done * (rounds - done)))
-    if ranks.rank == 0:
-        (folder / PROGRESS_FILE).write_text(f"round {done} of {rounds}, {left} left", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _progress_shown(module: str, path: Path) -> Iterator[None]:
-    """Print what the ranks write to ``path``, at most every ``command.LINE_SECONDS``."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        said = ""
-        while not ended.wait(command.LINE_SECONDS):
-            text = path.read_text(encoding="utf-8") if path.exists() else "starting"
-            if text not in ("", said):
-                print(f"{module}: {text}", file=sys.stderr, flush=True)
-            said = text
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-
-
 def on_testbed(module: str, words: Sequence[str], *, nodes: int, link: Link) -> dict[str, dict[str, Any]]:
     """Run ``module`` with ``words`` and a folder as ``--output`` on every node.
 
     Returns, for each loop, "seconds": those of an iteration in every round, and "cpu_share": the median share of the
-    cores' time that all ranks used. Meanwhile, the time that is left is printed now and then.
+    cores' time that all ranks used.
 
     Raises:
         RunError: it failed.
     """
     with tempfile.TemporaryDirectory() as name, Testbed(nodes=nodes, link=link) as testbed:
         job = ["-m", f"experiments.{module}", "--output", name, *words]
-        with _progress_shown(module, Path(name, PROGRESS_FILE)):
-            failure = run_job(testbed, job, Path(name, "log"), deadline=JOB_SECONDS)
+        failure = run_job(testbed, job, Path(name, "log"), deadline=JOB_SECONDS)
         if failure:
             raise RunError(f"the timed program must succeed; got {failure}")
         found: dict[str, dict[str, Any]] = json.loads(Path(name, TIMES_FILE).read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -112,39 +112,30 @@ class Panels:
 
     def draw(self, rows: Iterable[Row]) -> Figure:
         """Return the figure. A notebook displays it."""
-        panels = [functools.partial(self.plot, own) for own in grouped(rows, *self.by).values()]
+        # Imported here, since only one rank draws, at the end. pyplot would keep figures in a global list.
+        from matplotlib.figure import Figure
+
+        panels = list(grouped(rows, *self.by).values())
         across = min(self.abreast or len(panels), len(panels))
         lines = -(-len(panels) // across)
         width, height = self.panel
-        return draw_panels(panels, size=(width * across, height * lines), rows=lines)
+        with styled():
+            figure = Figure(figsize=(width * across, height * lines), layout="constrained")
+            places = figure.subplots(lines, -(-len(panels) // lines), squeeze=False).flat
+            for own, axes in itertools.zip_longest(panels, places):
+                if own is None:
+                    axes.remove()
+                else:
+                    self.plot(own, axes)
+        return figure
 
     def save(self, name: str, rows: Iterable[Row], folder: Path = RESULTS, dpi: float | None = None) -> Path:
         """Write ``folder/name.png``; return its path. ``dpi`` replaces the style's resolution."""
-        return _write_figure(name, self.draw(rows), folder, dpi)
-
-
-def draw_panels(panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, float], rows: int = 1) -> Figure:
-    """Return a figure of ``size`` in inches with the panels, each drawn by a function, row by row."""
-    # Imported here, since only one rank draws, at the end. pyplot would keep figures in a global list.
-    from matplotlib.figure import Figure
-
-    with styled():
-        figure = Figure(figsize=size, layout="constrained")
-        places = figure.subplots(rows, -(-len(panels) // rows), squeeze=False).flat
-        for draw, axes in itertools.zip_longest(panels, places):
-            if draw is None:
-                axes.remove()
-            else:
-                draw(axes)
-    return figure
-
-
-def _write_figure(name: str, figure: Figure, folder: Path, dpi: float | None = None) -> Path:
-    path = folder / f"{name}.png"
-    with styled():
-        # The metadata leave out the version, so that a file changes only if the drawing does.
-        figure.savefig(path, dpi=dpi or "figure", metadata={"Software": None})
-    return path
+        figure, path = self.draw(rows), folder / f"{name}.png"
+        with styled():
+            # The metadata leave out the version, so that a file changes only if the drawing does.
+            figure.savefig(path, dpi=dpi or "figure", metadata={"Software": None})
+        return path
 
 
 def command_line() -> str:

@@ -27,7 +27,7 @@ import pytest
         "timing_model.inside",
         "timing_model.memory",
         "timing_model.simulate",
-        "timing_model.trace",
+        "experiments.timelines",
         "timing_model.toml_io",
         "timing_model.units",
     ],

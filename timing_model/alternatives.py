@@ -93,12 +93,6 @@ def hiding(choice: Choice, width: int) -> int | None:
     return None
 
 
-def hiding_steps(choice: Choice) -> int | None:
-    """Return the fewest local steps with which a pipeline of width 2 hides the communication of ``choice`` behind the
-    computation; None if they are above ``MOST_LOCAL_STEPS``."""
-    return hiding_windows(_before_windows(choice.job), 1)
-
-
 def _before_windows(job: Job) -> Job:
     """Return the job, with as many micro-batches, as a pipeline that can have windows: of width 2, without accumulation
     and buckets."""

@@ -15,7 +15,7 @@ import dataclasses
 import math
 
 from timing_model.checks import check_at_least, check_count
-from timing_model.params import CodecCost, LinkParams
+from timing_model.params import LinkParams
 
 
 def ring_all_reduce_bytes(nbytes: float, world_size: int) -> float:
@@ -60,46 +60,6 @@ def ring_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> fl
     """
     transferred = ring_all_reduce_bytes(nbytes, world_size)
     return _sum(link, 2 * (world_size - 1), transferred, transferred / 2, world_size)
-
-
-def ring_codec_time(link: LinkParams, codec: CodecCost, numel: float, world_size: int, *, segments: int = 1) -> float:
-    r"""Time of one ring all-reduce of ``numel`` float32 values with a codec, chunks cut into k segments, in s.
-
-    With e, h and d the codec's encode, hop and decode of a chunk, w its transfer, and o' = k o:
-
-    .. math::
-
-        T = \frac{e + o' + w}{k} + \alpha + (p-2) H(h) + H(h + d) + (p-2) H(d) + \frac{d}{k}
-          + \frac{k-1}{k} \max(w, e + o', h + o') + S, \qquad
-        H(c) = \max\left(\frac{c + o' + w}{k} + \alpha,\; c + o',\; w\right)
-
-    A step takes the sum of codec and wire without segments, and the larger of them with many. The formula is exact for
-    k = 1. With more segments it is off by 1 to 3 % on average; at worst by 10 % for k = 2 and 2 ranks, 5 % from 4 ranks
-    on, 15 % for k = 8 and 2 ranks (codec 0.04 to 3 times the wire, latency 0 to 1 times).
-    ``all_reduce.all_reduce_time`` is exact.
-    Source: timing.md, "Codecs in the ring".
-
-    >>> codec = CodecCost(name="", bits=32.0, encode=1.0, decode=0.5, add=0.0, hop=2.0)
-    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.0)
-    >>> [ring_codec_time(link, codec, 4.0, 2, segments=segments) for segments in (1, 2)]
-    [14.0, 10.5]
-    """
-    _check(numel, world_size)
-    check_count("segments", segments)
-    if world_size == 1:
-        return 0.0
-    values = numel / world_size / segments
-    costs = {operation: segments * seconds for operation, seconds in codec.seconds(values).items()}
-    encode, hop, decode = costs["encode"], costs["hop"], costs["decode"]
-    wire, overhead = segments * codec.wire_bytes(values) * link.byte_seconds(), segments * link.overhead
-
-    def step(work: float) -> float:
-        return max((work + overhead + wire) / segments + link.alpha, work + overhead, wire)
-
-    filling = (encode + overhead + wire + decode) / segments + link.alpha
-    steps = (world_size - 2) * (step(hop) + step(decode)) + step(hop + decode)
-    rest = (segments - 1) / segments * max(wire, encode + overhead, hop + overhead)
-    return filling + steps + rest + link.sync
 
 
 def recursive_doubling_time(link: LinkParams, nbytes: float, world_size: int) -> float:
@@ -183,31 +143,6 @@ def hierarchical_time(
     shared = dataclasses.replace(link, beta=sharing * link.beta)
     outside = ring_all_reduce_time(shared, share, nodes)
     return inside + outside + (link.sync if nodes == 1 < ranks_per_node else 0.0)
-
-
-def chain_all_reduce_time(link: LinkParams, nbytes: float, *, depth: int, segment_bytes: float | None = None) -> float:
-    r"""Time of a pipelined chain or tree of ``depth`` d, in messages of m bytes, in s.
-
-    .. math:: T = (d + n/m)(\alpha + o + m (\beta + \gamma)) + S
-
-    Without ``segment_bytes``, m is the best size, :math:`\sqrt{n(\alpha + o) / (d(\beta + \gamma))}`, from 1 to n. This
-    project does not run the algorithm; the formula is here for comparison. A chain and back has d = 2(p-1), a double
-    binary tree d = 2 log2 p and twice the bytes.
-    Source: timing.md.
-
-    >>> chain_all_reduce_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 16.0, depth=4)
-    36.0
-    """
-    _check(nbytes, 1)
-    check_count("depth", depth)
-    if nbytes == 0:
-        return 0.0
-    latency, rate = link.alpha + link.overhead, link.byte_seconds() + link.gamma
-    if segment_bytes is None:
-        best = math.sqrt(nbytes * latency / (depth * rate)) if rate > 0 else nbytes
-        segment_bytes = min(nbytes, max(1.0, best))
-    check_at_least("segment_bytes", segment_bytes, min(1.0, nbytes))
-    return (depth + nbytes / segment_bytes) * (latency + segment_bytes * rate) + link.sync
 
 
 def _check(nbytes: float, world_size: int) -> None:

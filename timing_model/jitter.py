@@ -40,13 +40,13 @@ def expected_maximum(
 
     .. math:: E[\max(\max_i \bar X_i, f)] = f + \int_f^\infty \left(1 - \prod_i F_i(x)\right) dx
 
-    The integral uses the trapezoidal rule. The mean of r times is assumed to have the same distribution, with a smaller
-    cv, by ``variance_of_mean`` (Fenton's approximation if it is lognormal). With ``floor_cv``, ``floor`` is the mean of
+    The integral uses the trapezoidal rule. The mean of r times is assumed to be lognormal, too, with a smaller cv, by
+    ``variance_of_mean`` (Fenton's approximation). With ``floor_cv``, ``floor`` is the mean of
     an f that is lognormal, and the result the mean over f. Raises ``ValueError`` if a number is out of range, or more
     ranks are slow than there are.
 
-    >>> round(expected_maximum(Noise(cv=0.1, distribution="normal"), 512), 4)
-    1.3044
+    >>> round(expected_maximum(Noise(cv=0.1), 512), 4)
+    1.349
     >>> expected_maximum(Noise(slow_ranks=(1.5,)), 4)
     1.5
     >>> round(expected_maximum(Noise(), 4, floor=1.0, floor_cv=0.1), 3)
@@ -86,11 +86,11 @@ def noise_over(noise: Noise, iterations: int) -> Noise:
 
     .. math:: cv_H = cv \sqrt{v_H}, \qquad \rho_H = 2 v_{2H} / v_H - 1
 
-    v is ``variance_of_mean``, and H is ``iterations``. The mean is assumed to have the distribution of one iteration's
-    time (Fenton's approximation if it is lognormal). Collectives are one for each window, and vary as before.
+    v is ``variance_of_mean``, and H is ``iterations``. The mean is assumed to be lognormal, as one iteration's time is
+    (Fenton's approximation). Collectives are one for each window, and vary as before.
 
     >>> noise_over(Noise(cv=0.2, comm_cv=0.1), 4)
-    Noise(cv=0.1, persistence=0.0, comm_cv=0.1, distribution='lognormal', slow_ranks=())
+    Noise(cv=0.1, persistence=0.0, comm_cv=0.1, slow_ranks=())
     """
     if iterations == 1:
         return noise
@@ -111,15 +111,10 @@ def _above(noise: Noise, world_size: int, run: int) -> tuple[Values, Values]:
     # The grid holds quantiles of the slowest rank; x are its times.
     deviation = noise.cv * math.sqrt(variance_of_mean(noise.persistence, run))
     log_below: Values = np.zeros_like(GRID)  # log of the product of F
-    if noise.distribution == "normal":
-        x = slowest * (1 + deviation * GRID)
-        for factor, ranks in factors.items():
-            log_below += ranks * _log_cdf((x / factor - 1) / deviation)
-    else:
-        x = slowest * _lognormal(deviation)
-        sigma = math.sqrt(math.log1p(deviation**2))
-        for factor, ranks in factors.items():
-            log_below += ranks * _log_cdf(GRID + math.log(slowest / factor) / sigma)
+    x = slowest * _lognormal(deviation)
+    sigma = math.sqrt(math.log1p(deviation**2))
+    for factor, ranks in factors.items():
+        log_below += ranks * _log_cdf(GRID + math.log(slowest / factor) / sigma)
     tails = -np.expm1(log_below)
     pieces = np.diff(x) * (tails[1:] + tails[:-1]) / 2
     return x, np.append(np.cumsum(pieces[::-1])[::-1], 0.0)
@@ -186,7 +181,7 @@ def steady_state_period(t_compute: float, t_comm: float, width: int, world_size:
 
     Form and constants were fitted to the simulator with independent lognormal noise: p 1 to 512, cv 3 to 40 %, K 2 to
     6, T_c 0.3 to 2.5 c. In this range it is off by 3.0 % at worst and 0.4 % on average; up to a cv of 10 %, by 1.5 % at
-    worst. With normal noise of 20 % it was off by 3.3 % at worst, with one or two ranks that are always slow by 3.5 %.
+    worst. With one or two ranks that are always slow it was off by 3.5 % at worst.
     Beyond the fit, at a cv of 60 %, it is off by 7 % at worst and 1.7 % on average; larger cvs are refused
     (``support.CHECKED_CV``). Nothing was fitted to noise that persists, or to collectives that vary. With a persistence
     of 90 % it was off by 4 % at worst and 0.8 % on average up to a cv of 40 %, by 2 % at worst up to 20 %; with 97 %

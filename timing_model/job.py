@@ -39,6 +39,9 @@ DDP_CODECS = (UNCOMPRESSED, "fp16")
 """Codecs of ddp that are searched: those of its hooks that run everywhere."""
 OWN_ALL_REDUCE = {"pipelined": "ring", "ddp": "native", "ps-sync": None}
 """Default all-reduce of each strategy."""
+ON_NODES = ("ring", "native", "hierarchical")
+"""All-reduces whose time is known where adjoining ranks share a node and its NIC. On a ring only one of these ranks
+sends to another node, so nothing changes; with other all-reduces all of them would send at once."""
 UNSIMULATED = ("native", "parameter servers", "a codec whose parts are gathered")
 """Ways of communicating whose messages cannot be simulated one by one."""
 LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
@@ -147,9 +150,9 @@ class Job:
         if self.strategy == "ps-sync":
             self.servers.check(self.world_size)
         self._check_all_reduce()
-        self.nodes.check(self)
+        self._check_nodes()
         self._check_placed()
-        self.islands.check(self)
+        self._check_islands()
         self._check_codec()
         self._check_parts()
         self._check_buckets()
@@ -172,11 +175,41 @@ class Job:
             name: getattr(group, item.name) for group in groups.values() for name, item in options_in(type(group))
         }
 
+    def _check_nodes(self) -> None:
+        g = self.nodes.ranks_per_node
+        if self.world_size % g:
+            raise ValueError(f"ranks_per_node must divide {self.world_size} ranks; got {g}")
+        if g > 1 and self.all_reduce not in ON_NODES:
+            raise ValueError(
+                f"ranks_per_node must be 1 with {self.measured_as}, whose ranks would share their node's NIC, which "
+                f"the model cannot tell; got {g}"
+            )
+        if self.cluster.placed and self.nodes.nics > 1:
+            raise ValueError(f"nics must be left out where each rank has links of its own; got {self.nodes.nics}")
+
     def _check_placed(self) -> None:
         if self.cluster.placed and (self.all_reduce in (None, "native") or self.gathered):
             raise ValueError(
                 "all_reduce must send messages that can be simulated where the cluster's file has a link for each of "
                 f"them, so not {' or '.join(UNSIMULATED)}; got {self.codec if self.gathered else self.measured_as}"
+            )
+
+    def _check_islands(self) -> None:
+        members, within_node = self.islands.members, self.mesh.within_node  # refuses what is no mesh
+        if members == 1:
+            return
+        unknown = {
+            f"strategy {self.strategy}": self.strategy != "pipelined",
+            "all_reduce hierarchical": self.all_reduce == "hierarchical",
+            f"codec {self.codec}": self.gathered,
+            "local_steps": self.local_steps > 1,
+        }
+        for what in (what for what, is_used in unknown.items() if is_used):
+            raise ValueError(f"members must be 1 with {what}, with which islands are not modelled; got {members}")
+        if within_node and self.cluster.inner is None and not self.cluster.placed:
+            raise ValueError(
+                "members must be 1, or more than a node has, without a link inside nodes (--inner-latency and "
+                f"--inner-bandwidth, or a table [inner] in the cluster's file); got {members}"
             )
 
     def _check_all_reduce(self) -> None:
@@ -238,23 +271,17 @@ class Job:
     def _check_parts(self) -> None:
         if not self.parts:
             return
-        why = None
-        if self.strategy != "pipelined":
-            why = f"strategy {self.strategy}"
-        elif self.all_reduce == "native":
-            why = "all_reduce native, which sums whole gradients"
-        elif self.gathered:
-            why = f"codec {self.codec}, which compresses the gradient as a whole"
-        elif self.local_steps > 1:
-            why = "local_steps, whose movement is that of a whole window"
-        elif self.accumulation > 1:
-            why = "accumulation, since their size is that of one micro-batch"
-        elif self.cluster.placed:
-            why = "links of single ranks"
-        elif self.islands.members > 1:
-            why = "islands, which exchange whole shares"
-        if why is not None:
-            raise ValueError(f"parts must be left out with {why}; got {len(self.parts)}")
+        unknown = {
+            f"strategy {self.strategy}": self.strategy != "pipelined",
+            "all_reduce native, which sums whole gradients": self.all_reduce == "native",
+            f"codec {self.codec}, which compresses the gradient as a whole": self.gathered,
+            "local_steps, whose movement is that of a whole window": self.local_steps > 1,
+            "accumulation, since their size is that of one micro-batch": self.accumulation > 1,
+            "links of single ranks": bool(self.cluster.placed),
+            "islands, which exchange whole shares": self.islands.members > 1,
+        }
+        for what in (what for what, is_used in unknown.items() if is_used):
+            raise ValueError(f"parts must be left out with {what}; got {len(self.parts)}")
         tensors = [tensor for one in self.parts for tensor in one.tensors]
         if len(set(tensors)) < len(tensors) or not all(0 <= one < len(self.compute.tensors) for one in tensors):
             raise ValueError(

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from timing_model.arguments import number_of, option, whole
 from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
 from timing_model.units import format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from timing_model.job import Job
-
 SPLITS = ("fsdp2", "tensor")
 """Ways of splitting a model over the members of an island: torch's FSDP2, and tensor parallelism."""
-ON_NODES = ("ring", "native", "hierarchical")
-"""All-reduces whose time is known where adjoining ranks share a node and its NIC. On a ring only one of these ranks
-sends to another node, so nothing changes; with other all-reduces all of them would send at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +29,6 @@ class Nodes:
         check_count("nics", self.nics)
         if self.nics > self.ranks_per_node:
             raise ValueError(f"nics must be at most as many as ranks_per_node, {self.ranks_per_node}; got {self.nics}")
-
-    def check(self, job: Job) -> None:
-        """Raise ``ValueError`` unless the ranks of ``job`` can be on these nodes."""
-        g = self.ranks_per_node
-        if job.world_size % g:
-            raise ValueError(f"ranks_per_node must divide {job.world_size} ranks; got {g}")
-        if g > 1 and job.all_reduce not in ON_NODES:
-            raise ValueError(
-                f"ranks_per_node must be 1 with {job.measured_as}, whose ranks would share their node's NIC, which "
-                f"the model cannot tell; got {g}"
-            )
-        if job.cluster.placed and self.nics > 1:
-            raise ValueError(f"nics must be left out where each rank has links of its own; got {self.nics}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,25 +84,6 @@ class Islands:
                 "samples of one rank in an iteration; got none"
             )
         check_at_least("activations", self.activations, 0)
-
-    def check(self, job: Job) -> None:
-        """Raise ``ValueError`` unless the time of ``job`` is known with these islands."""
-        within_node = job.mesh.within_node  # refuses what is no mesh
-        if self.members == 1:
-            return
-        unknown = {
-            f"strategy {job.strategy}": job.strategy != "pipelined",
-            "all_reduce hierarchical": job.all_reduce == "hierarchical",
-            f"codec {job.codec}": job.gathered,
-            "local_steps": job.local_steps > 1,
-        }
-        for what in (what for what, is_used in unknown.items() if is_used):
-            raise ValueError(f"members must be 1 with {what}, with which islands are not modelled; got {self.members}")
-        if within_node and job.cluster.inner is None and not job.cluster.placed:
-            raise ValueError(
-                "members must be 1, or more than a node has, without a link inside nodes (--inner-latency and "
-                f"--inner-bandwidth, or a table [inner] in the cluster's file); got {self.members}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

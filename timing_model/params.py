@@ -9,8 +9,6 @@ from timing_model.checks import check_above_0, check_at_least, check_count
 
 FLOAT_BYTES = 4
 """Bytes of a float32 value."""
-MOST_NORMAL_CV = 0.25
-"""Largest cv of a normal distribution: with a larger one, the times below 0 would count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +253,10 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Variation of the computation's time between iterations and between ranks, and of the collective's time."""
+    """Variation of the computation's time between iterations and between ranks, and of the collective's time.
+
+    Both times are lognormal.
+    """
 
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
@@ -263,10 +264,8 @@ class Noise:
     """Correlation of a rank's deviation with that of its iteration before, as in an AR(1) process, from 0 to below 1;
     with 0, times are drawn independently in every iteration. Ranks are independent of each other."""
     comm_cv: float = 0.0
-    """Standard deviation over mean of the collective's time, which is lognormal and independent in every iteration. It
-    changes the time of a pipeline alone: where a collective is not hidden, its mean counts."""
-    distribution: str = "lognormal"
-    """Distribution of the times: "lognormal" or "normal"."""
+    """Standard deviation over mean of the collective's time, which is independent in every iteration. It changes the
+    time of a pipeline alone: where a collective is not hidden, its mean counts."""
     slow_ranks: tuple[float, ...] = ()
     """Factors, each 1 or more, by which ranks that are always slow are slower than the others. No width hides them."""
 
@@ -275,10 +274,6 @@ class Noise:
             check_at_least(name, getattr(self, name), 0)
         if not 0 <= self.persistence < 1:
             raise ValueError(f"persistence must be at least 0 and below 1; got {self.persistence}")
-        if self.distribution not in ("lognormal", "normal"):
-            raise ValueError(f"distribution must be lognormal or normal; got {self.distribution}")
-        if self.distribution == "normal" and self.cv > MOST_NORMAL_CV:
-            raise ValueError(f"cv must be at most {MOST_NORMAL_CV} with a normal distribution; got {self.cv}")
         for factor in self.slow_ranks:
             check_at_least("slow_ranks", factor, 1)
 

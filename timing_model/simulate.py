@@ -80,7 +80,8 @@ def simulate_iterations(
         check_count(name, value)
     windows = math.ceil(iterations / local_steps)
     noise = noise or Noise()
-    times, collectives = Draws(t_compute, noise, world_size, seed), collective_draws(t_comm, noise, seed)
+    times = Draws(t_compute, noise, world_size, seed)
+    collectives = Draws(t_comm, Noise(cv=noise.comm_cv), 1, seed, of=COLLECTIVES)
     ready = np.zeros(world_size)  # when each rank has computed
     ends = np.zeros(windows + width)  # the first ``width`` are there from the start
     for window in range(windows):
@@ -91,11 +92,6 @@ def simulate_iterations(
             ready += times.next()
         ends[window + width] = max(ready.max(), ends[window + width - 1]) + collectives.next()[0]
     return Simulation(ends=ends[width:], width=width, iterations=iterations, local_steps=local_steps)
-
-
-def collective_draws(t_comm: float, noise: Noise, seed: int) -> Draws:
-    """Return the collectives' times, drawn iteration by iteration, (1,) each."""
-    return Draws(t_comm, Noise(cv=noise.comm_cv), 1, seed, of=COLLECTIVES)
 
 
 class Draws:
@@ -130,12 +126,6 @@ class Draws:
         normal = self._generator.standard_normal((iterations, len(self._means)))
         if self._noise.persistence:
             self._persist(normal)
-        if self._noise.distribution == "normal":
-            normal *= self._noise.cv
-            normal += 1
-            np.maximum(normal, 0, out=normal)
-            normal *= self._means
-            return normal
         sigma = np.sqrt(np.log1p(self._noise.cv**2))
         normal *= sigma
         normal -= sigma**2 / 2

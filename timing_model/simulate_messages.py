@@ -5,18 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from timing_model.checks import check_above_0, check_at_least, check_count
+from timing_model.checks import check_count
 from timing_model.params import CodecCost, LinkParams, PlacedLink
 from timing_model.schedules import Event, Schedule
-
-Values = NDArray[np.float64]
 
 
 class Task(NamedTuple):
@@ -44,15 +39,11 @@ class Network:
     ranks_per_node: int = 1
     inner: LinkParams | None = None
     """Link inside a node, where a rank has another wire; by default the one between nodes."""
-    slow: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """Factors by which transfers take longer than others, by sending and receiving rank."""
     placed: tuple[PlacedLink, ...] = ()
     """Links in place of ``link`` and ``inner``; of those that connect two ranks, the last one counts."""
 
     def __post_init__(self) -> None:
         check_count("ranks_per_node", self.ranks_per_node)
-        for factor in self.slow.values():
-            check_above_0("slow", factor)
 
     def path(self, sender: int, receiver: int) -> tuple[int, LinkParams]:
         """Return the number of the wire from one rank to another, and its link.
@@ -135,8 +126,7 @@ class _Pairs(dict[tuple[int, int], _Pair]):
 
     def __missing__(self, ranks: tuple[int, int]) -> _Pair:
         wire, link = self._network.path(*ranks)
-        seconds = link.byte_seconds(self._network.slow.get(ranks, 1.0))
-        self[ranks] = pair = _Pair(*ranks, wire, link.alpha, link.overhead, seconds)
+        self[ranks] = pair = _Pair(*ranks, wire, link.alpha, link.overhead, link.byte_seconds())
         return pair
 
 
@@ -233,20 +223,12 @@ class Step(NamedTuple):
     posts: tuple[int, ...]
 
 
-def tasks_of(
-    schedules: Sequence[Schedule], numel: float, codec: CodecCost, *, segments: int = 1, ahead: int | None = None
-) -> list[list[Task]]:
-    """Return all ranks' programs for a collective of ``numel`` float32 values, with ``segments`` messages per chunk.
-
-    ``schedules`` are the parts of all ranks, in rank order. ``ahead`` receives of segments to be added up are posted at
-    a time, in the schedule's order, and other receives as soon as their turn comes; if None, no program posts any.
-    """
-    steps = [steps_of(schedule, segments, ahead) for schedule in schedules]
-    return priced(steps, numel / schedules[0].chunks / segments, codec)
-
-
 def steps_of(schedule: Schedule, segments: int, ahead: int | None) -> list[Step]:
-    """Return a rank's program for ``tasks_of`` before ``priced``, which is the same for all codecs and sizes."""
+    """Return a rank's program in a collective with ``segments`` messages per chunk, the same for all codecs and sizes.
+
+    ``ahead`` receives of segments to be added up are posted at a time, in the schedule's order, and other receives as
+    soon as their turn comes; if None, the program posts none.
+    """
     events = [event for event in schedule.events for _ in range(segments)]
     first, *posts = [()] * (len(events) + 1) if ahead is None else _posts(events, ahead)
     done = [
@@ -320,45 +302,3 @@ def _posts(events: Sequence[Event], ahead: int) -> list[tuple[int, ...]]:
             position += 1
         posts.append(tuple(posted))
     return posts
-
-
-def simulate_ring(
-    link: LinkParams,
-    nbytes: float,
-    world_size: int,
-    *,
-    slow_links: Values | None = None,
-    slow_sums: Values | None = None,
-) -> Values:
-    """Return when each rank has done a ring all-reduce of one segment per chunk, (world_size,), in s since the start.
-
-    All ranks start together and are simulated at once, ring step by ring step: 10,000 ranks take a second.
-    ``slow_links`` (world_size,) are factors of the transfer from each rank to its right neighbour, ``slow_sums``
-    (world_size,) those of each rank's additions.
-
-    Raises ``ValueError`` if a number is out of range.
-
-    >>> simulate_ring(LinkParams(alpha=1.0, beta=0.5, gamma=0.0, sync=0.0), 8.0, 2).tolist()
-    [6.0, 6.0]
-    """
-    check_count("world_size", world_size)
-    check_at_least("nbytes", nbytes, 0)
-    for name, factors in (("slow_links", slow_links), ("slow_sums", slow_sums)):
-        if factors is not None and (factors.shape != (world_size,) or not np.all(factors > 0)):
-            raise ValueError(f"{name} must be world_size numbers above 0; got {factors}")
-    p, chunk = world_size, nbytes / world_size
-    ones = np.ones(p)
-    transfer = chunk * np.maximum(link.beta * (ones if slow_links is None else slow_links), link.host)
-    sums = chunk * link.gamma * (ones if slow_sums is None else slow_sums)
-    cpu, wire, arrival = np.zeros(p), np.zeros(p), np.empty(p)
-    for step in range(2 * (p - 1)):
-        if link.overhead:
-            cpu += link.overhead
-        np.maximum(wire, cpu, out=wire)
-        wire += transfer
-        np.add(wire[:-1], link.alpha, out=arrival[1:])
-        arrival[0] = wire[-1] + link.alpha
-        np.maximum(cpu, arrival, out=cpu)
-        if step < p - 1:
-            cpu += sums
-    return np.maximum(cpu, wire) + (link.sync if p > 1 else 0.0)

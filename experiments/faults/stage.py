@@ -179,13 +179,13 @@ class Stage:
         ]
         return self._job(processes, outputs)
 
-    def start_on_testbed(self, words: str, env: Mapping[str, str] | None = None) -> Job:
+    def start_on_testbed(self, words: str) -> Job:
         """Start a job with a rank on every node of the testbed, whose nodes share one disk."""
         assert self.testbed is not None
         output = self.folder / "run"
         job = self.testbed.torchrun(
             ["-m", "pipesgd.train", *words.split(), "--timeout", f"{self.deadline:g}", "--output", str(output)],
-            env=self.environment(env or {}),
+            env=self.environment({}),
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Accuracy of codecs: the runs, those kept and those made again, the rows; and a real run."""
+"""Accuracy of codecs: the runs and the rows; and a real run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from _runs import train_on_forked_ranks
 from rich.console import Console
 
 from experiments import codec_accuracy
-from experiments.codec_accuracy import CODECS, Run, compute, parse, plan, runs_in, summarize, verdict
+from experiments.codec_accuracy import CODECS, Run, parse, plan, summarize, verdict
 from experiments.results import RESULTS, Row, load
 from experiments.testbed_jobs import run_training
 from pipesgd.cli import parse as parse_training
@@ -21,26 +21,17 @@ from pipesgd.ranks import alone
 pytestmark = pytest.mark.slow
 
 NUMEL = {"mlp": 1000}
-ACCURACIES = {
-    "fp32": (0.88, 0.89),
-    "int8": (0.879, 0.887),
-    "int4": (0.88, 0.885),
-    "sign": (None, 0.8),
-    "topk": (None, None),
-}
+ACCURACIES = {"fp32": (0.88, 0.89), "int8": (0.879, 0.887), "int4": (0.88, 0.885), "sign": (0.7, 0.8)}
 WIRE_BYTES = {"fp32": 6000, "int8": 1506, "int4": 1506, "sign": 200}
 
 
-def ran(accuracy: float | None, wire: int | None = None, commit: str = "c0ffee") -> Run:
-    failure = "rank 2: it broke" if accuracy is None else None
-    return Run(
-        started="2026-11-21", commit=commit, seconds=9.0, failure=failure, test_accuracy=accuracy, wire_bytes=wire
-    )
+def ran(accuracy: float, wire: int) -> Run:
+    return Run(started="2026-11-21", commit="c0ffee", seconds=9.0, test_accuracy=accuracy, wire_bytes=wire)
 
 
-def rows() -> list[Row]:
-    planned = plan(["mlp"], list(ACCURACIES), 2, quick=False)
-    runs = {one.words: ran(ACCURACIES[one.codec][one.seed], WIRE_BYTES.get(one.codec)) for one in planned}
+def rows(codecs: Sequence[str] = tuple(ACCURACIES)) -> list[Row]:
+    planned = plan(["mlp"], codecs, 2, quick=False)
+    runs = {one.words: ran(ACCURACIES[one.codec][one.seed], WIRE_BYTES[one.codec]) for one in planned}
     return summarize(planned, runs, NUMEL)
 
 
@@ -57,54 +48,23 @@ def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
     assert "--epochs" not in quick[0].words
 
 
-def test_only_what_is_missing_or_failed_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made: list[str] = []
-
-    def train(words: str) -> Run:
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        made.append(words)
-        return ran(None if "topk" in words else 0.88, 6000)
-
-    planned = plan(["mlp"], ["fp32", "topk", "int8", "int4"], 1, quick=False)
-    with pytest.raises(KeyboardInterrupt):
-        compute(planned, runs_in(tmp_path), Console(), train)
-    assert made == [one.words for one in planned[:3]]
-    assert "2/4 mlp, topk, seed 0 failed: rank 2: it broke" in capsys.readouterr().out
-    again: list[str] = []
-
-    def other(words: str) -> Run:
-        again.append(words)
-        return ran(0.5, 60, commit="later")
-
-    done = compute(planned, runs_in(tmp_path), Console(), other)
-    assert again == [planned[1].words, planned[3].words]
-    assert [done[one.words].commit for one in planned] == ["c0ffee", "later", "c0ffee", "later"]
-    assert "2 of 4 runs are there" in capsys.readouterr().out
-    assert compute(planned, runs_in(tmp_path), Console(), other) == done
-    assert len(again) == 2
-    assert runs_in(tmp_path, fresh=True).load() == {}
-    assert runs_in(tmp_path).load() == {}
-
-
 def test_a_row_has_all_seeds_and_differences_of_the_same_seeds() -> None:
     by_codec = {row["codec"]: row for row in rows()}
-    int8, sign, topk = by_codec["int8"], by_codec["sign"], by_codec["topk"]
+    int8 = by_codec["int8"]
     assert (int8["accuracy_seed_0"], int8["accuracy_seed_1"]) == (0.879, 0.887)
     assert int8["accuracy_mean"] == int8["accuracy_median"] == pytest.approx(0.883)
     assert int8["difference_to_fp32_points"] == pytest.approx(-0.2)
     assert int8["difference_lowest_points"] == pytest.approx(-0.3)
     assert int8["bits_per_value"] == pytest.approx(1506 * 8 / 1500)  # 2 (p-1)/p = 1.5
     assert by_codec["fp32"]["wire_bytes_to_fp32"] == 1.0
-    assert sign["difference_to_fp32_points"] == pytest.approx(-9.0)  # for seed 1, which both have
-    assert sign["failures"] == "seed 0: rank 2: it broke"
-    numbers = [name for name in topk if name.startswith(("accuracy", "difference", "wire", "bits"))]
-    assert {topk[name] for name in numbers} == {None}
+    assert by_codec["sign"]["difference_to_fp32_points"] == pytest.approx(-13.5)
+    [row] = rows(["sign"])
+    assert {value for name, value in row.items() if name.startswith("difference")} == {None}
 
 
 def test_int8_and_int4_may_lose_a_fifth_of_a_point() -> None:
     said = {row["codec"]: verdict(row) for row in rows()}
-    assert said == {"fp32": "", "int8": "met", "int4": "MISSED", "sign": "", "topk": ""}
+    assert said == {"fp32": "", "int8": "met", "int4": "MISSED", "sign": ""}
     assert verdict({"codec": "int4", "difference_to_fp32_points": -0.19}) == "met"
     assert verdict({"codec": "int4", "difference_to_fp32_points": None}) == ""
 

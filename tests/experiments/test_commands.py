@@ -12,13 +12,7 @@ import pytest
 from _ranks import run_module
 from rich.console import Console
 
-from experiments import (
-    command,
-    forked_ranks,
-    kill_anywhere,
-    kill_noticed,
-    silent_connections,
-)
+from experiments import codec_accuracy, command, forked_ranks, kill_anywhere
 from experiments.faults import __main__ as faults
 from experiments.faults import stage
 from experiments.results import RESULTS, sources
@@ -28,8 +22,7 @@ from pipesgd.errors import UserInputError
 Parse = Callable[[Sequence[str]], Namespace]
 PARSES: list[Parse] = [
     lambda words: kill_anywhere.parse(words, by_torchrun=False),
-    lambda words: kill_noticed.parse(words, by_torchrun=False),
-    lambda words: silent_connections.parse(words, by_torchrun=False),
+    lambda words: codec_accuracy.parse(words, by_torchrun=False),
 ]
 
 
@@ -67,7 +60,6 @@ def test_kept_results_are_void_when_a_file_of_their_harness_changes(tmp_path: Pa
     [
         (faults, [stage]),
         (kill_anywhere, [forked_ranks]),
-        (kill_noticed, [stage]),
     ],
 )
 def test_the_harness_of_an_experiment_is_itself_and_what_runs_and_judges_the_code(

@@ -35,7 +35,7 @@ def different(first: Path, second: Path) -> float:
 @pytest.mark.parametrize("figure", DRAWN, ids=lambda figure: figure.name)
 def test_the_pictures_are_those_of_the_results(figure: PaperFigure, tmp_path: Path) -> None:
     """After a change of the results, `make figures` draws the pictures again."""
-    picture = figure.save(figure.table(), tmp_path, dpi=gallery.DPI)
+    picture = figure.save(figure.name, figure.table(), tmp_path, dpi=gallery.DPI)
     assert different(picture, gallery.DOCS / gallery.PICTURES / picture.name) < MOST_DIFFERENT
 
 
@@ -43,9 +43,9 @@ def test_pictures_of_other_results_differ(tmp_path: Path) -> None:
     figure = DRAWN[-1]
     rows = figure.table()
     last = rows[-1]["panel"]
-    picture = figure.save(rows, tmp_path, dpi=gallery.DPI)
+    picture = figure.save(figure.name, rows, tmp_path, dpi=gallery.DPI)
     (tmp_path / "other").mkdir()
-    other = figure.save([row for row in rows if row["panel"] != last], tmp_path / "other", dpi=gallery.DPI)
+    other = figure.save(figure.name, [row for row in rows if row["panel"] != last], tmp_path / "other", dpi=gallery.DPI)
     assert different(picture, other) > MOST_DIFFERENT
 
 

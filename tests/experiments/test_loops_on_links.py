@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -143,18 +142,3 @@ def test_rank_0_writes_the_times_of_every_round(tmp_path: Path) -> None:
     assert list(found) == ["one", "two"]
     assert all(len(one["seconds"]) == 3 and min(one["seconds"]) > 0 for one in found.values())
     assert all(one["cpu_share"] > 0 for one in found.values())
-    assert (tmp_path / "progress").read_text() == "round 4 of 4, 0:00:00 left"
-
-
-def test_progress_is_shown_while_the_ranks_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("experiments.command.LINE_SECONDS", 0.01)
-    path, said = tmp_path / loops_on_links.PROGRESS_FILE, ""
-    with loops_on_links._progress_shown("bench_gpu", path):
-        loops_on_links._write_progress(tmp_path, alone(), 4, count(1), time.perf_counter() - 10)
-        deadline = time.monotonic() + 10
-        while "left" not in said and time.monotonic() < deadline:
-            said += capsys.readouterr().err
-            time.sleep(0.01)
-    assert said.splitlines()[-1].startswith("bench_gpu: round 1 of 4, 0:00:3")

@@ -275,7 +275,7 @@ def test_the_picture_has_the_speed_of_every_system_that_was_compared_with_ddp_th
     axes = pictures.plot_speedups(list(rows().values()), Figure().subplots())
     labels = [label.get_text() for label in axes.get_yticklabels()]
     # Synchronous training ends with 81 %, DDP with 80, and HogWild has no rounds with DDP.
-    assert pictures.SPEEDUPS.save(list(rows().values()), tmp_path).stat().st_size > 0
+    assert pictures.SPEEDUPS.save("systems", list(rows().values()), tmp_path).stat().st_size > 0
     assert labels == ["local  ", "theano-easgd  (diverges)", "d-sync  (+0.0)", "ddp-fp16  (+0.0)", "ddp  (-1.0)"]
     measured = [bar.lines[0].get_xydata().tolist() for bar in axes.containers]
     assert measured == [[[pytest.approx(ratio), place]] for place, ratio in enumerate((4.0, 0.4 / 0.15, 2.0, 2.0, 1.0))]

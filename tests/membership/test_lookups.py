@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from _silent_connections import UNPERMITTED, play
 from _waiting import wait_until
 from conftest import REPOSITORY
 
-from experiments.silent_connections import UNPERMITTED, play
 from pipesgd.errors import UserInputError
 from pipesgd.membership import lookups
 from pipesgd.membership.listening import listener_at

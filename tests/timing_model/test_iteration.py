@@ -45,7 +45,7 @@ def collectives(draw: st.DrawFn) -> CollectiveTime:
     return CollectiveTime(wire + codec, wire, codec)
 
 
-NOISES = st.sampled_from([Noise(), Noise(cv=0.1), Noise(cv=0.2, distribution="normal"), Noise(slow_ranks=(1.5,))])
+NOISES = st.sampled_from([Noise(), Noise(cv=0.1), Noise(cv=0.2, persistence=0.5), Noise(slow_ranks=(1.5,))])
 
 
 @given(compute=st.floats(0.01, 10), communication=SECONDS, width=st.integers(1, 6), iterations=st.integers(1, 40))

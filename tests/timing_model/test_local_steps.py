@@ -16,9 +16,9 @@ from tests.timing_model.test_alternatives import NUMEL, SPACE, job_of
 from tests.timing_model.test_iteration import NOISES, SECONDS, TIMES, collectives, compute_times
 from timing_model.advice import describe, training_arguments
 from timing_model.all_reduce import CollectiveTime
-from timing_model.alternatives import COARSER, alternatives, hiding_steps
+from timing_model.alternatives import COARSER, alternatives
 from timing_model.cli import main
-from timing_model.fragments import MOST_LOCAL_STEPS, in_windows
+from timing_model.fragments import MOST_LOCAL_STEPS, hiding_windows, in_windows
 from timing_model.iteration import IterationTime, job_time, local_steps_iteration_time, pipelined_iteration_time
 from timing_model.measured import Estimate
 from timing_model.params import ComputeTimes, Noise
@@ -212,7 +212,7 @@ def test_the_fewest_local_steps_that_hide_are_the_ratio_of_communication_and_com
     ratio: float, steps: int | None
 ) -> None:
     choice = plan(job_of(ratio), SPACE).best
-    assert hiding_steps(choice) == steps
+    assert hiding_windows(choice.job.changed(width=2), 1) == steps
     if steps is not None:
         assert steps == math.ceil(ratio)
         collective = choice.collective
@@ -227,7 +227,7 @@ def test_a_movement_is_exchanged_whole_where_gradients_are_cut() -> None:
     space = dataclasses.replace(SPACE, buckets=("4",))
     choice = plan(job_of(20.5, alpha=0.05, tensors=(NUMEL // 4,) * 4), space).best
     assert choice.collective.total == pytest.approx(21.7)
-    assert hiding_steps(choice) == 21
+    assert hiding_windows(choice.job.changed(width=2, buckets="1"), 1) == 21
 
 
 def test_local_steps_are_mentioned_where_no_codec_hides_with_what_they_cost() -> None:

@@ -26,7 +26,6 @@ FORMULAS = (
     closed.all_to_all_time,
     closed.lower_bound_time,
     lambda link, nbytes, p: closed.hierarchical_time(link, link, nbytes, nodes=p, ranks_per_node=3, nics=2),
-    lambda link, nbytes, p: closed.chain_all_reduce_time(link, nbytes, depth=p),
     lambda link, nbytes, p: (
         parameter_server_time(link, nbytes, p, servers=Servers(number=min(p, 2)), sharing=0.5).total
     ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from timing_model import critical_path, schedules
 from timing_model.all_reduce import all_reduce_time, messages_meet
 from timing_model.collective_time import ring_all_reduce_time
-from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
+from timing_model.params import CodecCost, LinkParams, PlacedLink
 from timing_model.schedules import (
     SCHEDULES,
     SEGMENTS_AHEAD,
     Schedule,
     segments_of,
 )
-from timing_model.simulate_messages import Network, Task, simulate_messages, simulate_ring, tasks_of
+from timing_model.simulate_messages import Network, Task, priced, simulate_messages, steps_of
 
 EXACT = 1e-9
 SECONDS = st.floats(0, 1)
@@ -31,8 +31,12 @@ LINK = LinkParams(alpha=1.0, beta=2.0, gamma=0.5, sync=0.0)
 WORLD_SIZES = st.one_of(st.integers(1, 9), st.sampled_from((13, 16, 32)))
 
 
-def ring_of(world_size: int) -> list[Schedule]:
-    return [schedules.ring(rank, world_size) for rank in range(world_size)]
+def tasks_of(
+    parts: Sequence[Schedule], numel: float, codec: CodecCost, *, segments: int = 1, ahead: int | None = None
+) -> list[list[Task]]:
+    """Return all ranks' programs for a collective of ``numel`` values, given their schedules."""
+    steps = [steps_of(schedule, segments, ahead) for schedule in parts]
+    return priced(steps, numel / parts[0].chunks / segments, codec)
 
 
 @st.composite
@@ -142,41 +146,11 @@ def test_steps_that_are_left_out_are_as_those_before(
     assert short == pytest.approx(long, rel=EXACT)
 
 
-def test_a_large_ring_is_that_of_the_messages() -> None:
+def test_a_large_ring_is_the_closed_form() -> None:
     link = LinkParams(alpha=3e-5, beta=8e-10, gamma=2e-10, sync=1e-4, overhead=1e-6)
     for world_size in (1000, 4097):
-        simulated = simulate_ring(link, 1e8, world_size).max()
-        assert all_reduce_time("ring", link, 2.5e7, world_size).total == pytest.approx(simulated, rel=EXACT)
-
-
-@given(link=links(), world_size=st.integers(1, 9), nbytes=st.floats(0, 1e4))
-def test_all_ranks_of_a_ring_at_once_are_the_ranks_one_by_one(link: LinkParams, world_size: int, nbytes: float) -> None:
-    programs = tasks_of(ring_of(world_size), nbytes / 4, uncompressed(link.gamma))
-    one_by_one = simulate_messages(programs, Network(link=link))
-    assert simulate_ring(link, nbytes, world_size) == pytest.approx(np.array(one_by_one), rel=EXACT, abs=1e-12)
-    assert max(one_by_one) == pytest.approx(ring_all_reduce_time(link, nbytes, world_size), rel=EXACT, abs=1e-12)
-
-
-@settings(deadline=None)
-@given(world_size=st.integers(2, 9), data=st.data())
-def test_slow_links_and_slow_ranks_of_a_ring(world_size: int, data: st.DataObject) -> None:
-    factors = np.array(data.draw(st.lists(st.floats(0.5, 1.9), min_size=world_size, max_size=world_size)))
-    slow = {(rank, (rank + 1) % world_size): factor for rank, factor in enumerate(factors)}
-    programs = tasks_of(ring_of(world_size), 10.0 * world_size, uncompressed(0.25))
-    one_by_one = simulate_messages(programs, Network(link=LINK, slow=slow))
-    link = LinkParams(alpha=1.0, beta=2.0, gamma=0.25, sync=0.0)
-    assert simulate_ring(link, 40.0 * world_size, world_size, slow_links=factors).max() == pytest.approx(
-        max(one_by_one), rel=EXACT
-    )
-
-
-def test_one_slow_link_slows_the_whole_ring() -> None:
-    slow = np.ones(100)
-    slow[17] = 3.0
-    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
-    alone = simulate_ring(link, 100.0, 100).max()
-    assert simulate_ring(link, 100.0, 100, slow_links=slow).max() == pytest.approx(3 * alone, rel=0.02)
-    assert simulate_ring(link, 100.0, 100, slow_sums=slow).max() == alone
+        closed = ring_all_reduce_time(link, 1e8, world_size)
+        assert all_reduce_time("ring", link, 2.5e7, world_size).total == pytest.approx(closed, rel=EXACT)
 
 
 def test_senders_meet_at_one_card() -> None:
@@ -241,13 +215,6 @@ def test_a_deadlock_is_named() -> None:
         simulate_messages([[Task(sends=((1, 1.0),))], [Task(posts=(2,))], []], Network(link=LINK))
     with pytest.raises(ValueError, match="programs must not wait for ever; rank 0 waits for rank 1"):
         simulate_messages([[Task(source=1)], [Task(source=0)]], Network(link=LINK))
-
-
-def test_impossible_networks_are_refused() -> None:
-    with pytest.raises(ValueError, match="slow must be finite and above 0; got 0"):
-        Network(link=LINK, slow={(0, 1): 0.0})
-    with pytest.raises(ValueError, match="slow_links must be world_size numbers above 0"):
-        simulate_ring(LINK, 1.0, 3, slow_links=np.ones(2))
 
 
 @pytest.mark.parametrize("name", ["ring", "halving-doubling", "all-to-all", "hierarchical"])
