@@ -50,9 +50,8 @@ DPI = 75
 """Dots per inch of the pictures on the page: enough for a screen."""
 HEAD = """# Gallery
 
-The README's picture, and the figures of the Pipe-SGD paper reproduced with this code. Each is drawn from a result file
-in `experiments/results`; a manifest next to it records how it was made. `make figures` draws them and writes this page;
-`make experiments` repeats the measurements. The notebooks in `notebooks/` explain them.
+The README's picture, and the figures of the Pipe-SGD paper reproduced with this code. `make figures` draws them and
+writes this page; the notebooks in `notebooks/` explain them.
 """
 DRAWN: dict[str, Draw] = {
     "bench_gpu": loops_on_links.draw,
