@@ -26,7 +26,7 @@ from experiments import (
     loops_on_links,
     staleness_figure,
 )
-from experiments.results import REPOSITORY, RESULTS, Row, command_of, load
+from experiments.results import REPOSITORY, RESULTS, Row, load
 from experiments.systems import pictures
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -85,7 +85,7 @@ def page(results: Path = RESULTS) -> str:
         parts += [
             f"![{one.title}]({PICTURES}/{one.name}.png)\n",
             f"{one.caption}\n",
-            f"`{command_of(made)}`, {made['started'][:10]}; `experiments/results/{one.file}`.\n",
+            f"`experiments/results/{one.file}`, {made['started'][:10]}.\n",
         ]
     return "\n".join(parts)
 
