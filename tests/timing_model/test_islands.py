@@ -165,7 +165,9 @@ def test_the_time_between_islands_is_that_of_messages_that_are_simulated(
     cost, costs = codec or uncompressed(OUTER.gamma), costs_of(job)
     if codec is not None:
         job, costs = dataclasses.replace(job, codec="int8"), dataclasses.replace(costs, codec=codec)
-    expected = simulated_between(job, cost, Network(link=shared, inner=INNER, ranks_per_node=4))
+    expected = simulated_between(
+        job, cost, Network(link=shared, placed=(PlacedLink(link=shared), PlacedLink(link=INNER, node=4)))
+    )
     assert collective_time(job, costs, job.compute.numel).total == pytest.approx(expected, rel=EXACT)
 
 
