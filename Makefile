@@ -17,24 +17,39 @@ STAMPS := $(subst $(empty) $(empty),\ ,$(VENV))
 BIN := "$(VENV)/bin"
 SOURCES := $(shell find pipesgd timing_model -type f -not -name '*.pyc')
 
-.PHONY: train test check test-integrations test-torch figures quotes docs experiments clean
+.PHONY: train test check test-systems test-processes test-all lint test-integrations test-torch figures quotes docs \
+	experiments clean
 .NOTPARALLEL:
 
 train: $(STAMPS)/train.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/torchrun --nproc-per-node 4 -m pipesgd.train --config experiments/digits.toml --overwrite
 
-test: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pytest $(WORKERS)
+# For every change: lint, types, and the tests of the centre. tests/tiers.toml says which file is in which tier.
+test: lint
+	$(BIN)/pytest $(WORKERS) --tier centre
 
-# For every save: the same without the tests that are marked as slow.
-check: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
+# For every save: the same without tests that take seconds or start processes.
+check: lint
+	$(BIN)/pytest $(WORKERS) --tier centre -m "not slow"
+
+# Published systems, and the tables that compare them.
+test-systems: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
+	$(BIN)/pytest $(WORKERS) --tier systems
+
+# Jobs as torchrun starts them, measurements, emulated clusters, pages and the packages.
+test-processes: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
+	$(BIN)/pytest $(WORKERS) --tier processes
+
+# Before a release: all of these, the doors with the real packages, every case of wrong input, and a hundred killed runs.
+# experiments/LOG.md has the date of the last time.
+test-all: test test-systems test-processes test-integrations
+	PIPESGD_FUZZ=all $(BIN)/pytest $(WORKERS) --timeout 3600 tests/fuzzing
+	PYTHONPATH=. $(BIN)/python -m experiments.kill_anywhere
+
+lint: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(WORKERS) -m "not slow"
 
 # The doors into other frameworks, and the peers of comparisons, with the real packages.
 test-integrations: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,33 @@ settings.register_profile(
     "pipesgd", parent=settings.get_profile("default"), deadline=None, print_blob=True, max_examples=50
 )
 settings.load_profile("pipesgd")
+
+
+CENTRE = "centre"
+NAMED = {
+    name: tier
+    for tier, names in tomllib.loads((REPOSITORY / "tests" / "tiers.toml").read_text(encoding="utf-8")).items()
+    for name in names
+}
+"""Files and folders of tests, with the tier that tiers.toml says."""
+TIERS = (CENTRE, *dict.fromkeys(NAMED.values()))
+
+
+def tier_of(path: Path) -> str:
+    """Return the tier of a file of tests."""
+    file = path.relative_to(REPOSITORY / "tests").as_posix()
+    names = [name for name in NAMED if file == name or (name.endswith("/") and file.startswith(name))]
+    return NAMED[max(names, key=len)] if names else CENTRE
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, help="only tests of this tier (tests/tiers.toml)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files of other tiers aside without importing them."""
+    tier = config.getoption("--tier")
+    return True if tier and collection_path.is_file() and tier_of(collection_path) != tier else None
 
 
 def pytest_collection_finish() -> None:
@@ -66,6 +95,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def fashion_mnist_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process find the part of Fashion-MNIST in tests/data if the data set is not installed."""
     monkeypatch.setattr("pipesgd.data.datasets.DEBIAN_FASHION_MNIST", FASHION_MNIST)
+
+
+@pytest.fixture(autouse=True)
+def what_starts_processes_is_slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse a process in a test that `make check` runs."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a test that starts a process must be marked slow")
+
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+        monkeypatch.setattr(BaseProcess, "start", refuse)
 
 
 @pytest.fixture(autouse=True)

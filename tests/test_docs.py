@@ -8,7 +8,6 @@ import doctest
 import html
 import inspect
 import itertools
-import pkgutil
 import re
 import subprocess
 import sys
@@ -44,8 +43,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_options_page_has_every_option(site: Path) -> None:
-    page = html.unescape((site / "options.html").read_text(encoding="utf-8"))
+def test_the_page_of_reference_has_every_option(site: Path) -> None:
+    page = html.unescape((site / "reference.html").read_text(encoding="utf-8"))
     names = [*TrainConfig().options(), *CalibrateConfig().options(), "accuracy-cost", "slow-ranks", "seed", "out"]
     assert [name for name in names if f"<code>--{name}</code>" not in page] == []
 
@@ -133,7 +132,7 @@ def together(*configs: TrainConfig) -> TrainConfig:
 
 
 def test_options_go_together_unless_their_page_says_otherwise() -> None:
-    page = (REPOSITORY / "docs" / "options.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
     table = page.partition("| option | use it when |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     refused = {row[0].strip("`"): re.findall(r"`(--[^`]+)`", row[-1]) for row in rows}
@@ -159,8 +158,8 @@ def test_options_go_together_unless_their_page_says_otherwise() -> None:
     assert wrong == []
 
 
-def test_the_page_of_files_has_every_field() -> None:
-    page = (REPOSITORY / "docs" / "files.md").read_text(encoding="utf-8")
+def test_the_page_of_reference_has_every_field() -> None:
+    page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
     line = [*(item.name for item in dataclasses.fields(IterationMetrics)), *(f"seconds.{name}" for name in SECONDS)]
     summary = re.findall(r'^        "(\w+)": ', inspect.getsource(summarize), re.MULTILINE)
     assert len(summary) > 15
@@ -197,15 +196,6 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
     wanted = {message: ".*".join(map(re.escape, message.split("…"))) for message in messages}
     assert len(messages) > 40
     assert [message for message, pattern in wanted.items() if not re.search(pattern, code)] == []
-
-
-def test_the_page_of_the_timing_model_names_functions_that_exist() -> None:
-    page = (REPOSITORY / "docs" / "timing_model.md").read_text(encoding="utf-8")
-    table = page.partition("| quantity | function |")[2].partition("\n\n")[0]
-    named = re.findall(r"`([\w.]+)`", "".join(line.rsplit(" | ", 1)[1] for line in table.splitlines()[2:]))
-    assert len(named) > 10
-    for name in named:
-        pkgutil.resolve_name(f"timing_model.{name}")
 
 
 def test_every_example_is_listed() -> None:

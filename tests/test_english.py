@@ -48,7 +48,6 @@ REFUSED = {
 """Patterns of refused words, and what to write instead."""
 EXCEPTIONS = {
     "tests/test_english.py": "names the refused words",
-    "CHANGELOG.md": "names the former values of an option",
 }
 """Files that may hold refused words, and the reason."""
 

@@ -86,13 +86,13 @@ def test_every_run_is_one_that_pipesgd_makes_and_all_see_the_same_samples() -> N
     assert len({one.words for one in planned}) == len(planned) == 2 * 3 * (1 + 4 * (len(MULTIPLES) + 4 + 2 + 1))
     for one in planned[::9]:  # every way to train, as 9 and their number have no common divisor
         config, iterations = parse_training(one.words.split()), WORKLOADS[one.workload].iterations
-        pipeline, way = config.pipeline, one.way
-        assert (pipeline.width, config.compression.codec) == (way.width, way.codec)
+        windows, way = config.windows, one.way
+        assert (config.pipeline.width, config.compression.codec) == (way.width, way.codec)
         assert (config.optimization.lr, config.optimization.seed) == (one.lr, one.seed)
-        assert pipeline.outer == ("nesterov" if way.method == DILOCO else None)
+        assert windows.outer == ("nesterov" if way.method == DILOCO else None)
         between = way.local_steps if way.method in (LOCAL_STEPS, STREAMING, DILOCO) else 1
-        assert pipeline.local_steps * pipeline.fragments == between
-        assert (pipeline.fragments > 1) == (way.method == STREAMING)
+        assert windows.local_steps * windows.fragments == between
+        assert (windows.fragments > 1) == (way.method == STREAMING)
         assert config.optimization.accumulation == (way.local_steps if way.method == ACCUMULATION else 1)
         updates, batches = config.optimization.iterations, config.optimization.accumulation
         assert updates is not None

@@ -158,14 +158,15 @@ def test_only_systems_that_simulated_ranks_equal_bit_for_bit_are_simulated() -> 
     for case in tested_windows:
         case.pop("local_steps", None)
     for name in EXACT:
-        pipeline, codec = configs[name].pipeline, configs[name].compression.codec
-        if pipeline.in_windows:
-            own = {name: getattr(pipeline, name) for name in ("width", "outer", "fragments")}
+        config, codec = configs[name], configs[name].compression.codec
+        width, windows = config.pipeline.width, config.windows
+        if config.in_windows:
+            own = {"width": width, "outer": windows.outer, "fragments": windows.fragments}
             assert own | {"codec": codec} in tested_windows, name
-        elif pipeline.width == 1:
+        elif width == 1:
             assert PIPELINE_DEFAULTS | {"width": 1, "codec": codec} in tested, name
         else:
-            assert {"width": pipeline.width, "prediction": pipeline.prediction, "codec": codec} in tested, name
+            assert {"width": width, "prediction": config.updates.prediction, "codec": codec} in tested, name
 
 
 def test_systems_that_train_alike_share_their_trainings() -> None:

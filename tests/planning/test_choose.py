@@ -38,7 +38,7 @@ def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
     planned = choose(cluster())
     assert (planned.choices["width"], planned.choices["codec"]) == (2, "int8")
     assert planned.choices["all-reduce"] in PROFILE.calibrated.all_reduces
-    assert planned.choices["segment-bytes"] == TrainConfig().pipeline.segment_bytes
+    assert planned.choices["segment-bytes"] == TrainConfig().wire.segment_bytes
     assert (planned.support, planned.reasons) == ("interpolated", [])
     chosen, advice, predicted = planned.lines()
     assert "--width 2 --codec int8" in chosen
@@ -205,8 +205,8 @@ def test_width_1_is_compared_at_its_best_unless_buckets_are_given() -> None:
     assert "With no gradient late: " in free.why[1]
     assert {one["width"] for one in free.candidates} >= {1, 2}
     config = parse(["--width", "auto", "--codec", "auto"])
-    chosen = config.with_choices({name: free.choices[name] for name in free.asked}).pipeline
-    assert (chosen.width, chosen.buckets) == (1, free.choices["buckets"])
+    chosen = config.with_choices({name: free.choices[name] for name in free.asked})
+    assert (chosen.pipeline.width, chosen.wire.buckets) == (1, free.choices["buckets"])
     assert parse(["--codec", "auto"]).planning.auto == ("codec",)
 
 
@@ -248,13 +248,14 @@ def test_the_fewest_fragments_that_a_window_hides_are_chosen_and_predicted(words
     assert planned.why == [
         f"chosen: --fragments {fragments}, the fewest of which each is exchanged while a window computes"
     ]
-    config = parse(words.split()).pipeline
-    job = Job(cluster=profile, compute=profile.compute[0], world_size=4, width=config.width, length=HUNDRED)
-    answers = [predict(one) for one in windows_of(job, config.local_steps, fragments)]
+    config = parse(words.split())
+    steps = config.windows.local_steps
+    job = Job(cluster=profile, compute=profile.compute[0], world_size=4, width=config.pipeline.width, length=HUNDRED)
+    answers = [predict(one) for one in windows_of(job, steps, fragments)]
     assert len(answers) == fragments
     assert planned.iteration_seconds == pytest.approx(fmean(one.iteration.total for one in answers))
     assert planned.job_seconds == pytest.approx(fmean(one.total or math.nan for one in answers))
-    assert (planned.window, planned.candidates) == (fragments * config.local_steps, [])
+    assert (planned.window, planned.candidates) == (fragments * steps, [])
     assert choose(profile, f"{words} --fragments {fragments}").iteration_seconds == planned.iteration_seconds
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ class Words(nn.Module):
 def _first_step(ranks: Ranks, words: str, own: bool) -> dict[str, Any]:
     """Return the parts that are expected, and what is sent in the first step in addition to whole gradients."""
     config = parse(["--batch-size", "4", "--hidden-sizes", "200", *words.split()])
-    whole = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, reduce="matrix"))
+    whole = config.with_options(reduce="matrix")
     _, batches, model, _ = load(whole, ranks)  # the data set's own model may have nothing to gather
     if own:
         torch.manual_seed(0)

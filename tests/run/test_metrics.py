@@ -23,7 +23,7 @@ from pipesgd.ranks import join
 from pipesgd.run.event_file import EventFile
 from pipesgd.run.files import Appender
 from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
-from pipesgd.run.trace import Trace, chrome_events, loader
+from pipesgd.run.trace import Trace, chrome_events
 from pipesgd.strategy import Span, StepReport, hidden_share
 
 SECONDS = {
@@ -312,7 +312,7 @@ def test_hidden_is_what_was_not_waited_for(exposed: float, share: float) -> None
 
 
 def test_every_loader_has_a_row_of_its_own_in_the_trace() -> None:
-    rows = [[(loader(worker), 3, 1.0, 0.5) for worker in (1, 0)], [("data", 3, 1.0, 0.5)]]
+    rows = [[(f"loader {worker}", 3, 1.0, 0.5) for worker in (1, 0)], [("data", 3, 1.0, 0.5)]]
     events = chrome_events(rows)
     assert [(e["pid"], e["tid"], e["cat"]) for e in events if e["ph"] == "X"] == [
         (0, 3, "loader 1"),

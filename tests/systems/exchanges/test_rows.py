@@ -242,7 +242,7 @@ def test_embeddings_are_the_last_bucket_in_addition_to_the_others() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce": "row"}, "reduce must be one of matrix, rows, factors; got 'row' (did you mean rows?)"),
+        ({"reduce": "row"}, "reduce must be one of matrix, rows, factors, auto; got 'row' (did you mean rows?)"),
         (
             {"reduce": "rows", "codec": "topk"},
             "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
