@@ -22,7 +22,7 @@ from rich.console import Console
 from experiments import command, simulated_runs, simulated_tables
 from experiments.results import Row, grouped
 from experiments.simulated_runs import Run
-from experiments.simulated_tables import mean_change, mean_of_all, percent, points
+from experiments.simulated_tables import cost_of, mean_change, mean_of_all, percent, points, texts_next_to_sync
 from experiments.staleness_figure import draw
 from experiments.staleness_runs import BASELINE, METHODS, WORKLOADS, Planned, plan
 from pipesgd.errors import UserInputError
@@ -139,11 +139,9 @@ def verdict(workload: str, method: str, row: Row) -> str:
     """Return "met" or "MISSED" for a method's target at a rate; "" if it has none, or nothing to compare it with."""
     if method not in MOST_LOST or not row:
         return ""
-    if WORKLOADS[workload].judged_by_loss:
-        more = row["loss_to_sync_percent"]
-        return "met" if more is not None and more <= LOSS_PERCENT_PER_POINT * MOST_LOST[method] else "MISSED"
-    lost = row["accuracy_to_sync_points"]
-    return "met" if lost is not None and lost >= -MOST_LOST[method] else "MISSED"
+    by_loss = WORKLOADS[workload].judged_by_loss
+    cost, most = cost_of(row, "sync", by_loss=by_loss), MOST_LOST[method] * (LOSS_PERCENT_PER_POINT if by_loss else 1)
+    return "met" if cost is not None and cost <= most else "MISSED"
 
 
 def stability(method: str, limit: float | None, sync_limit: float | None) -> str:
@@ -171,10 +169,7 @@ def _texts(row: Row) -> dict[str, str]:
         "workload": f"{row['workload']}, {row['optimizer']}",
         "method": row["method"],
         "lr": text("lr", "g"),
-        "accuracy %": text("accuracy_mean", ".2f", 100),
-        "to sync": text("accuracy_to_sync_points", "+.2f"),
-        "loss": text("test_loss_mean", ".4f"),
-        "to sync %": text("loss_to_sync_percent", "+.2f"),
+        **texts_next_to_sync(row),
         "target": row["target"],
         "stable to": f"{text('stable_up_to_lr', 'g')} {row['stability']}",
     }
