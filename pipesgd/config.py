@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pipesgd.checks import check_above_zero, check_one_of, refuse
 from pipesgd.codecs.options import CodecOptions
@@ -36,11 +36,16 @@ IMAGE_MODELS = ("mlp", "convnet", "resnet18", "alexnet")
 TEXT_MODELS = ("transformer",)
 MODELS = (*IMAGE_MODELS, *TEXT_MODELS, OWN)
 LOSSES = ("cross-entropy", OWN)
-OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
-LR_SCALINGS = ("none", "linear")
-SCHEDULES = ("constant", "cosine", "one-cycle")
-DEVICES = ("cpu", "cuda")
-PRECISIONS = ("fp32", "bf16", "fp16")
+OptimizerName = Literal["sgd", "nesterov", "adam", "adamw", "adagrad", "muon"]
+LrScaling = Literal["none", "linear"]
+ScheduleName = Literal["constant", "cosine", "one-cycle"]
+DeviceName = Literal["cpu", "cuda"]
+Precision = Literal["fp32", "bf16", "fp16"]
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
+LR_SCALINGS: tuple[str, ...] = get_args(LrScaling)
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+DEVICES: tuple[str, ...] = get_args(DeviceName)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 AUTO = "auto"
 AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets", "fragments")
@@ -124,7 +129,7 @@ class ModelConfig:
 class OptimizationConfig:
     """Weight updates: optimizer, precision and length of the training."""
 
-    optimizer: str = option("sgd", choices=OPTIMIZERS)
+    optimizer: OptimizerName = option("sgd", choices=OPTIMIZERS)
     """Optimizer: sgd, nesterov, adam, adamw, adagrad or muon (for hidden matrices, with adamw for the rest)."""
     lr: float = option(0.02, above_zero=True)
     """Learning rate; the peak, if --schedule varies it."""
@@ -132,14 +137,14 @@ class OptimizationConfig:
     """Momentum of sgd and nesterov."""
     weight_decay: float = option(0.0, at_least=0)
     """Weight decay."""
-    lr_scaling: str = option("none", choices=LR_SCALINGS)
+    lr_scaling: LrScaling = option("none", choices=LR_SCALINGS)
     """Scaling of --lr with the number of ranks that compute: none, or linear (--lr is that of a single rank, and is
     multiplied by their number)."""
-    schedule: str = option("constant", choices=SCHEDULES)
+    schedule: ScheduleName = option("constant", choices=SCHEDULES)
     """Learning-rate schedule: constant, cosine (decays to zero) or one-cycle (rises, then decays to zero)."""
     accumulation: int = option(1, at_least=1)
     """Micro-batches of --batch-size samples whose gradients each rank accumulates before they are exchanged."""
-    precision: str = option("fp32", choices=PRECISIONS)
+    precision: Precision = option("fp32", choices=PRECISIONS)
     """Precision of forward and backward passes where torch.autocast lowers it: fp32, bf16, or fp16 with a loss scale.
     Weights, gradients and evaluations stay float32."""
     loss_scale: float = option(65536.0, read_by={"precision": ("fp16",)})
@@ -203,7 +208,7 @@ class RunConfig:
     """Delete the run in --output and start from the beginning."""
     dry_run: bool = False
     """Print the resolved configuration as a file for --config, without dry-run, overwrite and resume, and exit."""
-    device: str = option("cpu", choices=DEVICES)
+    device: DeviceName = option("cpu", choices=DEVICES)
     """Device of the model: cpu or cuda, which needs a GPU for each rank of a machine."""
     stall_seconds: float = option(DEFAULT_STALL_SECONDS, at_least=1)
     """Seconds of waiting after which rank 0 reports the ranks it waits for, and the interval between reports: at

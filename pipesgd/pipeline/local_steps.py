@@ -53,6 +53,7 @@ from pipesgd.pipeline.prediction import (
 )
 from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
 from pipesgd.pipeline.window import Window
+from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.sections import (
     DEFAULT_TIMEOUT,
@@ -344,7 +345,7 @@ class LocalSteps(Strategy):
         with self._pipeline.true_weights():
             yield
 
-    def combine_buffers(self, how: str = "average") -> None:
+    def combine_buffers(self, how: Buffers = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self._pipeline.combine_buffers(how)
 

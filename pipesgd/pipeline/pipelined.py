@@ -63,6 +63,7 @@ from pipesgd.pipeline.prediction import Agreement, SwappedWeights
 from pipesgd.pipeline.sameness import check_compute_alike, check_same_training, plain
 from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsiders, warn_of_write
+from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_eligible, check_momentum, check_reducer, gathering
@@ -464,7 +465,7 @@ class Pipelined(Strategy):
         sent only in ``step``, and backward passes before it add up anyway."""
         return contextlib.nullcontext() if self._leaving is None else self._leaving.held()
 
-    def combine_buffers(self, how: str = "average") -> None:
+    def combine_buffers(self, how: Buffers = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self.check_usable()
         self._check_whole("combine_buffers")
