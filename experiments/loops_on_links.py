@@ -180,27 +180,6 @@ def summarize(found: Mapping[str, Mapping[str, Any]], title: str, baseline: str)
     return rows
 
 
-def verdicts(
-    seconds: Mapping[str, Sequence[float]], targets: Mapping[tuple[str, str], tuple[str, float]]
-) -> dict[str, dict[str, float | str]]:
-    """Return the ratio of every target with its 95 % interval, and whether the interval reaches the bound.
-
-    A target is the bound, "at most" or "at least" a number, of the ratio of the first loop's time to the second's.
-    """
-    found: dict[str, dict[str, float | str]] = {}
-    for (one, other), (side, bound) in targets.items():
-        ratio = paired_ratio(seconds[one], seconds[other])
-        reached = ratio.low <= bound if side == "at most" else ratio.high >= bound
-        found[f"{one} / {other}"] = {
-            "median": ratio.median,
-            "low": ratio.low,
-            "high": ratio.high,
-            "target": f"{side} {bound}",
-            "verdict": "met" if reached else "MISSED",
-        }
-    return found
-
-
 def wire_seconds_of(cluster: Cluster, numel: int, pipelines: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the least time of an all-reduce of ``numel`` values by each of ``pipelines`` and by DDP, in seconds."""
     nbytes = {ALONE: 0, DDP: 4 * numel, DDP_FP16: 2 * numel}
@@ -238,21 +217,5 @@ def show(rows: Sequence[Row], **columns: str) -> None:
                 "cores used": f"{row['cpu_share']:.0%}",
             }
             for row in rows
-        ],
-    )
-
-
-def show_verdicts(found: Mapping[str, Mapping[str, float | str]]) -> None:
-    """Print what ``verdicts`` returned."""
-    command.show(
-        "Targets",
-        [
-            {
-                "ratio": name,
-                "found": f"{one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f})",
-                "target": str(one["target"]),
-                "verdict": str(one["verdict"]),
-            }
-            for name, one in found.items()
         ],
     )

@@ -14,7 +14,7 @@ from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import codec_named
 from timing_model import all_reduce, collective_time
 from timing_model.all_reduce import all_reduce_time, gather_time
-from timing_model.params import CodecCost, LinkParams, uncompressed
+from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
 from timing_model.schedules import (
     SCHEDULES,
     Schedule,
@@ -93,7 +93,7 @@ def test_the_time_of_hierarchical_is_that_of_the_code(world_size: int, ranks_per
             sync=0,
             overhead=ODD.overhead,
         )
-        network = Network(link=shared, inner=inner, ranks_per_node=ranks_per_node)
+        network = Network(link=shared, placed=(PlacedLink(link=shared), PlacedLink(link=inner, node=ranks_per_node)))
         numel = 11 * world_size
         measured = virtual_time(schedule, world_size, network, Uncompressed(), uncompressed(ODD.gamma), numel, 1 << 20)
         predicted = all_reduce_time(
