@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from pipesgd.errors import UserInputError
 from pipesgd.options import check_values, option
 from pipesgd.sections import PIPELINED, check_width
 
-STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "easgd-async", "local")
+StrategyName = Literal["pipelined", "ddp", "ps-sync", "ps-async", "easgd-async", "local"]
+ServerPlacement = Literal["colocated", "dedicated"]
+DdpHook = Literal["none", "fp16", "bf16"]
+Buffers = Literal["average", "rank-0", "own"]
+
+STRATEGIES: tuple[str, ...] = get_args(StrategyName)
 GRADIENT_SERVERS = ("ps-sync", "ps-async")
 """Strategies whose servers update their weights by gradients, each by a part of them."""
 SERVER_STRATEGIES = (*GRADIENT_SERVERS, "easgd-async")
-SERVER_PLACEMENTS = ("colocated", "dedicated")
-DDP_HOOKS = ("none", "fp16", "bf16")
-BUFFERS = ("average", "rank-0", "own")
+SERVER_PLACEMENTS: tuple[str, ...] = get_args(ServerPlacement)
+DDP_HOOKS: tuple[str, ...] = get_args(DdpHook)
+BUFFERS: tuple[str, ...] = get_args(Buffers)
 
 WITH_SERVERS = {"strategy": SERVER_STRATEGIES}
 """Strategies with which an option has an effect (``read_by``)."""
@@ -24,21 +30,21 @@ WITH_SERVERS = {"strategy": SERVER_STRATEGIES}
 class PipelineConfig:
     """Exchange of gradients between ranks."""
 
-    strategy: str = option("pipelined", choices=STRATEGIES)
+    strategy: StrategyName = option("pipelined", choices=STRATEGIES)
     """Training strategy: pipelined (width 1 is synchronous SGD), ddp (torch's own), ps-sync and ps-async (parameter
     servers), easgd-async (elastic averaging with a centre on parameter servers), or local (no communication: an upper
     bound on the speed of the others)."""
     width: int = option(2, read_by=PIPELINED)
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous; auto chooses from
     1 to 3 (see --cluster), and --buckets for width 1 unless they are given."""
-    buffers: str = option("average", choices=BUFFERS)
+    buffers: Buffers = option("average", choices=BUFFERS)
     """Buffers (batch norm's statistics) in evaluations and in the trained model: average (their mean over ranks),
     rank-0 (rank 0's), or own (each rank's). Between evaluations, every rank updates its own."""
-    ddp_hook: str = option("none", choices=DDP_HOOKS, read_by={"strategy": ("ddp",)})
+    ddp_hook: DdpHook = option("none", choices=DDP_HOOKS, read_by={"strategy": ("ddp",)})
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = option(1, at_least=1, read_by=WITH_SERVERS)
     """Number of parameter servers, each with its share of the weights (ps-sync, ps-async, easgd-async)."""
-    server_placement: str = option("colocated", choices=SERVER_PLACEMENTS, read_by=WITH_SERVERS)
+    server_placement: ServerPlacement = option("colocated", choices=SERVER_PLACEMENTS, read_by=WITH_SERVERS)
     """Placement of the parameter servers: colocated (on the ranks of the first workers) or dedicated (on the last
     ranks, which do nothing else)."""
     staleness_bound: int | None = option(None, at_least=0, read_by={"strategy": ("ps-async",)})

@@ -12,7 +12,7 @@ from pipesgd.checks import check_one_of
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.errors import ReplicasDivergedError, named, warn
 from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, take_mean, take_shares
-from pipesgd.pipeline_config import BUFFERS
+from pipesgd.pipeline_config import BUFFERS, Buffers
 from pipesgd.ranks import Ranks
 from pipesgd.shards import local
 
@@ -46,7 +46,7 @@ def sum_buffer(buffer: FlatBuffer, all_reduce: AllReduce) -> None:
         all_reduce(flat)
 
 
-def combine_buffers(model: nn.Module, how: str, ranks: Ranks, sum_over_ranks: SumOverRanks) -> None:
+def combine_buffers(model: nn.Module, how: Buffers, ranks: Ranks, sum_over_ranks: SumOverRanks) -> None:
     """Set floating-point buffers to their "average" over ranks or to the values of "rank-0", or leave their "own".
 
     Collective. ``how`` is one of the three. Other buffers stay as they are, as do 8-bit floats, which cannot be added.

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from torch import nn
 
+from pipesgd.pipeline_config import Buffers
+
 
 @dataclass(frozen=True)
 class Span:
@@ -126,7 +128,7 @@ class Strategy(Protocol):
         """
         return nullcontext()
 
-    def combine_buffers(self, how: str) -> None:
+    def combine_buffers(self, how: Buffers) -> None:
         """Set the model's buffers (batch norm's statistics) on every rank to their "average" over ranks or to those of
         "rank-0", or leave each rank its "own"; ``how`` is one of the three."""
 

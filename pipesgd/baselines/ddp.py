@@ -26,7 +26,7 @@ from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate
-from pipesgd.pipeline_config import DDP_HOOKS
+from pipesgd.pipeline_config import DDP_HOOKS, Buffers
 from pipesgd.ranks import Ranks, lost
 from pipesgd.replicas import combine_buffers, sum_buffer
 from pipesgd.sections import DEFAULT_TIMEOUT
@@ -123,7 +123,7 @@ class Ddp(Strategy):
         """Let torch add gradients up and send nothing while the context is open."""
         return self._ddp.no_sync()
 
-    def combine_buffers(self, how: str) -> None:
+    def combine_buffers(self, how: Buffers) -> None:
         """Set floating-point buffers to their average over ranks or to rank 0's values, or leave them. Collective."""
         combine_buffers(self._model, how, self._ranks, self._sum_over_ranks)
 

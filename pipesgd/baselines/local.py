@@ -9,6 +9,7 @@ from torch import nn
 
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate
+from pipesgd.pipeline_config import Buffers
 from pipesgd.strategy import StepReport, Strategy
 
 
@@ -45,7 +46,7 @@ class Local(Strategy):
         self.iteration += 1
         return self._update.apply(iteration)
 
-    def combine_buffers(self, how: str) -> None:
+    def combine_buffers(self, how: Buffers) -> None:
         """Leave the buffers this rank's own."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import WHOLE, Layout, Outgoing
 from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.ranks import current
+from pipesgd.rules import CODEC, check_rules, options_of_sections
 from pipesgd.sections import Wire, differing
 from pipesgd.strategy import Span, StepReport
 
@@ -45,7 +46,8 @@ def compress(
 
     Args:
         ddp_model: a model in DistributedDataParallel without a communication hook.
-        codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``; all but topk and powersgd.
+        codec: encoding of gradients: a name, an object such as ``Int4(64)``, or an ``OwnCodec``; all but topk and
+            powersgd.
         wire: how gradients travel, as in ``pipesgd.Pipelined``, without ``rate_limit``, ``buckets`` and ``reduce``. The
             timeout is by default that of operations of ``process_group``: half an hour with gloo, unless the group was
             made with another one.
@@ -87,7 +89,7 @@ class CompressedBuckets:
         check_model(ddp_model)
         check_dense_embeddings(ddp_model)
         check_one_of("codec", kind(options.codec), (*DENSE_CODECS, OWN))
-        options.check_all_reduce(wire.all_reduce_name)
+        check_rules(options_of_sections(all_reduce_name=wire.all_reduce_name, **options.facts()), CODEC)
         for name, value in differing(wire, but=("all_reduce", "segment_bytes", "connections", "timeout")).items():
             raise UserInputError(f"{name} must be left out of compress, which sums torch's buckets; got {value!r}")
         check_at_least("seed", seed, 0)

@@ -19,6 +19,7 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.transport import Group
 from pipesgd.errors import UserInputError, named
 from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks, among
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.shards import gathering_modules, is_dtensor, layout, local_gradient, place, ranks_of, sharded_dimensions
@@ -112,7 +113,7 @@ class Island:
         same = [tensor for tensor in tensors if not sharded_dimensions(tensor)]
         share_rank_0s_values(nn.Module(), same, self._ranks.rank, self._in_main.sum)
 
-    def combine_buffers(self, model: nn.Module, how: str) -> None:
+    def combine_buffers(self, model: nn.Module, how: Buffers) -> None:
         """Combine floating-point buffers of the members, as ``replicas.combine_buffers`` does."""
         combine_buffers(model, how, self._ranks, self._in_main.sum)
 

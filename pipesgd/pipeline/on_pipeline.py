@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from pipesgd.pipeline.pipeline import Pipeline
+from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import StepReport, Strategy
 
@@ -49,7 +50,7 @@ class OnPipeline(Strategy):
         with self.pipeline.weights.held_true():
             yield
 
-    def combine_buffers(self, how: str = "average") -> None:
+    def combine_buffers(self, how: Buffers = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self.pipeline.combine_buffers(how)
 

@@ -32,9 +32,11 @@ from pipesgd.pipeline.sameness import check_compute_alike, check_same_training, 
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsiders, warn_of_write
 from pipesgd.pipeline.update import Guessed, Update, clipping_of
 from pipesgd.pipeline.width import make_width
+from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.make import check_reducer
 from pipesgd.replicas import check_same_weights, combine_buffers, share_rank_0s_values
+from pipesgd.rules import CODEC, check_rules, options_of_sections
 from pipesgd.sections import DEFAULT_TIMEOUT, Updates, Wire, check_width
 from pipesgd.strategy import Span, StepReport
 
@@ -77,7 +79,7 @@ class Pipeline:
         if width > 1:
             check_not_schedule_free(optimizer)
         options = codec_options(codec)
-        options.check_all_reduce(wire.all_reduce_name)
+        check_rules(options_of_sections(wire, all_reduce_name=wire.all_reduce_name, **options.facts()), CODEC)
         self.model = model
         self.optimizer = optimizer
         self.cut = cut
@@ -339,7 +341,7 @@ class Pipeline:
         self.flight.end_flush()
         return report
 
-    def combine_buffers(self, how: str = "average") -> None:
+    def combine_buffers(self, how: Buffers = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self.check_usable()
         self.check_none_leaves("combine_buffers")

@@ -15,7 +15,6 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group, Mesh
-from pipesgd.config import check_whole
 from pipesgd.flat_buffer import check_dense, make_dense, pack_gradients
 from pipesgd.optim.step import check_unchanged, trainable_identities
 from pipesgd.pipeline.buckets import BackwardHooks
@@ -28,7 +27,8 @@ from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Hooks
 from pipesgd.reducers.make import check_eligible, check_momentum, gathering
-from pipesgd.sections import Updates, Windows, Wire, check_reduce
+from pipesgd.rules import PARTS, REDUCE, check_rules, options_of_sections
+from pipesgd.sections import Updates, Wire
 from pipesgd.strategy import Span, StepReport
 from timing_model.buckets import WHOLE
 
@@ -67,9 +67,9 @@ class Pipelined(OnPipeline):
             DistributedDataParallel, which exchanges gradients, too; for that there is ``pipesgd.ddp``.
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
-        codec: encoding of gradients: a name, ``CodecOptions`` for more than its defaults, or an
-            ``pipesgd.codecs.base.OwnCodec``. A ``momentum_correction`` replaces the optimizer's momentum, which must be
-            0 then.
+        codec: encoding of gradients: a name, ``CodecOptions`` such as ``Int4(block=64)``, or a
+            ``pipesgd.codecs.base.OwnCodec``. The ``momentum_correction`` of ``TopK`` replaces the optimizer's momentum,
+            which must be 0 then.
         wire: how gradients travel (``pipesgd.Wire``). ``all_reduce`` may be a function of a rank and the number of
             ranks that returns the rank's ``timing_model.schedules.Schedule``. With ``buckets``, every backward pass
             outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
@@ -127,11 +127,13 @@ class Pipelined(OnPipeline):
         mesh: Mesh | None = None,
     ):
         wire, updates, options = wire or Wire(), updates or Updates(), codec_options(codec)
-        check_whole(wire, Windows(), options.codec)
+        given = options_of_sections(wire, fragments=1, all_reduce_name=wire.all_reduce_name, **options.facts())
+        check_rules(given, PARTS)
         exchanges = Exchanges(model, wire.reduce)
         cut = Cut.of(model, optimizer, str(wire.buckets), exchanges)
-        how = words_of(wire.reduce) if exchanges.gathered else WHOLE_GRADIENTS
-        check_reduce(how, options.codec, wire.all_reduce_name, cut.parameters[0].device.type)
+        given.reduce = words_of(wire.reduce) if exchanges.gathered else WHOLE_GRADIENTS
+        given.device = cut.parameters[0].device.type
+        check_rules(given, REDUCE)
         if isinstance(wire.reduce, str):
             check_eligible(wire.reduce, model, cut.parameters)
         super().__init__(
@@ -159,7 +161,7 @@ class Pipelined(OnPipeline):
         """Hooks that let buckets leave during the backward pass; None if none do."""
         self._checks: list[Callable[[], None]] = []
         """Checks before each step that options ask for."""
-        if options.momentum_correction:
+        if options.own_momentum:
             self._checks.append(functools.partial(check_momentum, options, optimizer))
         if self.pipeline.island is not None:
             self._checks.append(functools.partial(self.pipeline.island.check_alike, cut.parameters))

@@ -14,6 +14,7 @@ from pipesgd.errors import NonFiniteGradientError
 from pipesgd.flat_buffer import FlatBuffer, all_finite
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate
+from pipesgd.pipeline_config import ServerPlacement
 from pipesgd.ranks import Ranks
 from pipesgd.sections import DEFAULT_TIMEOUT, Windows, moving_rate_for
 from pipesgd.strategy import Span, StepReport
@@ -71,7 +72,7 @@ class ElasticServers(ParameterServers):
         scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: str = "stop",
         servers: int = 1,
-        placement: str = "colocated",
+        placement: ServerPlacement = "colocated",
         timeout: float = DEFAULT_TIMEOUT,
         ranks: Ranks | None = None,
     ):

@@ -27,7 +27,7 @@ from pipesgd.optim.step import (
     trainable_identities,
     trainable_parameters,
 )
-from pipesgd.pipeline_config import PipelineConfig
+from pipesgd.pipeline_config import Buffers, PipelineConfig, ServerPlacement
 from pipesgd.ranks import Ranks, current
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.sections import DEFAULT_TIMEOUT, ON_NONFINITE
@@ -103,7 +103,7 @@ class ParameterServers(Strategy):
         optimizer: torch.optim.Optimizer,
         *,
         servers: int = 1,
-        placement: str = "colocated",
+        placement: ServerPlacement = "colocated",
         staleness_bound: int | None = None,
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
@@ -246,7 +246,7 @@ class ParameterServers(Strategy):
             elif own is not None:
                 own.copy_to(self._values)
 
-    def combine_buffers(self, how: str) -> None:
+    def combine_buffers(self, how: Buffers) -> None:
         """Set floating-point buffers to their average over workers or to rank 0's values, or leave them. Collective."""
         workers = self._workers
         if how != "own":
