@@ -23,9 +23,11 @@ import pytest
 import torch
 from _ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pipesgd
 from pipesgd import LocalSteps, Pipelined, Updates, Windows, Wire
+from pipesgd.ddp import attach
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
@@ -296,3 +298,69 @@ def test_a_close_that_is_interrupted_anywhere_ends_when_it_is_repeated(kind: str
     for at in itertools.count(FIRST, STRIDE):
         if not _close(_maker(kind), at):
             break
+
+
+# ---- Loops with DistributedDataParallel
+
+
+def _attached(ranks: Ranks, options: dict[str, Any]) -> list[str]:
+    """Interrupt a step of a loop's optimizer at many places; return the hash of the weights of each training."""
+    places = itertools.chain([0], itertools.count(FIRST, STRIDE))
+    return list(itertools.takewhile(bool, (_train_attached(options, at) for at in places)))
+
+
+def _train_attached(options: dict[str, Any], at: int) -> str:
+    """Return the hash of the weights after a training with an interruption; "" if a step enters fewer functions."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 3), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    pipeline = attach(model, optimizer, **options)
+    parts = model, optimizer, pipeline
+
+    def backward(iteration: int) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 40, generator=torch.Generator().manual_seed(iteration))).sum().backward()
+
+    def step() -> None:
+        try:
+            optimizer.step()
+        except UserInputError as refused:  # the step was done
+            assert "must follow a backward pass" in str(refused)  # noqa: PT017
+
+    for iteration in range(ITERATIONS):
+        saved = [copy.deepcopy(part.state_dict()) for part in parts] if at and iteration == AT else []
+        backward(iteration)
+        if not saved:
+            optimizer.step()
+        elif not interrupted(optimizer.step, at):
+            pipeline.close()
+            return ""
+        else:
+            try:
+                step()
+            except RunError as halfway:
+                assert "was interrupted halfway" in str(halfway)  # noqa: PT017
+                for part, state in zip(parts, saved, strict=True):
+                    part.load_state_dict(copy.deepcopy(state))
+                backward(iteration)
+                optimizer.step()
+    pipeline.close()
+    return weights_sha256(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"width": 1},
+        {"width": 2},
+        {"width": 3, "updates": Updates(prediction="none")},
+        {"windows": Windows(), "width": 1},
+    ],
+    ids=str,
+)
+def test_a_step_of_a_loop_with_ddp_that_is_interrupted_anywhere_is_done_once(options: dict[str, Any]) -> None:
+    """An interruption between the update and its note used to let a repeated step apply it again."""
+    [hashes] = run_ranks(1, _attached, options)
+    assert len(set(hashes)) == 1, hashes
+    assert len(hashes) > 2
