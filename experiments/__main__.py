@@ -18,7 +18,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -107,13 +107,6 @@ EXPERIMENTS = (
 )
 
 
-def minutes_left(missing: Sequence[Experiment], done: Mapping[str, Any]) -> float:
-    """Estimate the minutes left: typical times of ``missing``, scaled by how those of the finished ones turned out."""
-    known = [one for one in EXPERIMENTS if "minutes" in done.get(one.name, {})]
-    typical, taken = sum(one.minutes for one in known), sum(done[one.name]["minutes"] for one in known)
-    return sum(one.minutes for one in missing) * (taken / typical if known else 1.0)
-
-
 def run_all(
     chosen: Sequence[Experiment],
     state: Path,
@@ -131,7 +124,7 @@ def run_all(
     say(console, f"{len(chosen) - len(missing)} of {len(chosen)} experiments are done; --fresh runs them again")
     failed = []
     for number, one in enumerate(missing):
-        left = timedelta(minutes=round(minutes_left(missing[number:], done)))
+        left = timedelta(minutes=round(sum(other.minutes for other in missing[number:])))
         say(console, f"[{number + 1}/{len(missing)}] {one.name}, about {one.minutes:g} min; {left} h left in all")
         goes_on = "begun" in done.get(one.name, {})
         done[one.name] = {"begun": code_state()}

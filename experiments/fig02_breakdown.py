@@ -58,28 +58,18 @@ CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 60.0, 4.0
 DEADLINE = 1800.0
 MEASURED, PREDICTED = "measured", "predicted"
 PREDICTED_PARTS = ("compute", "wire", "codec", "jitter")
-COLOURS = {
-    "forward": SKY,
-    "backward": BLUE,
-    "update": GREEN,
-    "waiting": ORANGE,
-    "other": GREY,
-    "compute": SKY,
-    "wire": ORANGE,
-    "codec": PURPLE,
-    "jitter": GREY,
+LOOKS = {
+    "forward": ("forward", SKY),
+    "backward": ("backward", BLUE),
+    "update": ("update", GREEN),
+    "waiting": ("waiting for communication", ORANGE),
+    "other": ("other", GREY),
+    "compute": ("predicted computation", SKY),
+    "wire": ("predicted wait for the network", ORANGE),
+    "codec": ("predicted wait for codec and sums", PURPLE),
+    "jitter": ("predicted wait for slow ranks", GREY),
 }
-LABELS = {
-    "forward": "forward",
-    "backward": "backward",
-    "update": "update",
-    "waiting": "waiting for communication",
-    "other": "other",
-    "compute": "predicted computation",
-    "wire": "predicted wait for the network",
-    "codec": "predicted wait for codec and sums",
-    "jitter": "predicted wait for slow ranks",
-}
+"""Labels and colours of the parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,17 +125,18 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         places = [methods.index(row["method"]) + shift for row in own]
         lefts = [0.0] * len(own)
         for part in parts:
+            label, colour = LOOKS[part]
             lengths = [max(row[part], 0.0) for row in own]
             axes.barh(
                 places,
                 lengths,
                 left=lefts,
                 height=0.38,
-                color=COLOURS[part],
+                color=colour,
                 edgecolor="white",
                 hatch=hatch,
                 linewidth=0.3,
-                label=LABELS[part],
+                label=label,
             )
             lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
     axes.set_yticks(range(len(methods)), methods)

@@ -28,15 +28,16 @@ from experiments.testbed.namespaces import descendants
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 
+NODES = "4"
 KILLS, QUICK_KILLS = 10, 2
 START_SECONDS, END_SECONDS = 120.0, 30.0
 TRAINING = "-m pipesgd.train --hidden-sizes 50 --iterations 1000000 --checkpoint-iterations 20 --output"
 
 
-def kill_one(nodes: int, number: signal.Signals) -> Row:
+def kill_one(number: signal.Signals) -> Row:
     """Start a testbed with a job, kill it with signal ``number``, and count what is left."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--nodes", str(nodes), "--rate", "500mbit", "--", *TRAINING.split(), f"{folder}/run"]
+        words = ["--nodes", NODES, "--rate", "500mbit", "--", *TRAINING.split(), f"{folder}/run"]
         process = subprocess.Popen(
             [sys.executable, "-m", "experiments.testbed", *words],
             cwd=REPOSITORY,
@@ -92,7 +93,6 @@ def namespaces_of(pids: Iterable[int]) -> set[str]:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     options = command.parser("kill_testbed", __doc__)
-    options.add_argument("--nodes", type=command.at_least(2), default=4, help="nodes of every testbed (4)")
     arguments = ranks.raise_together("options", lambda: command.parse(options, words))
     # Where this runs in the background of a shell, SIGINT is ignored, and what it starts would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -100,7 +100,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     kills = QUICK_KILLS if arguments.quick else KILLS
     with command.progress(console, "killed testbeds", kills) as advance:
         for index in range(kills):
-            rows.append(kill_one(arguments.nodes, (signal.SIGKILL, signal.SIGINT)[index % 2]))
+            rows.append(kill_one((signal.SIGKILL, signal.SIGINT)[index % 2]))
             advance(1, f"{index + 1} of {kills}")
     save("kill_testbed", rows, folder=arguments.output)
     command.show(

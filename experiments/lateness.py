@@ -19,7 +19,6 @@ import itertools
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ from experiments import command, figures, simulated_runs, simulated_tables, styl
 from experiments.late_layers import layers_of, share_of
 from experiments.results import Panels, Row, grouped
 from experiments.simulated_runs import QUICK_ITERATIONS, Run
-from experiments.simulated_tables import changes, column, mean_of_all
+from experiments.simulated_tables import changes, column, cost_of, mean_of_all, outcome, texts_next_to_sync
 from experiments.staleness_runs import OPTIMIZERS, Workload
 from pipesgd.cli import parse as parse_training
 from pipesgd.data import make_workload
@@ -136,10 +135,7 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
             "number": one.number,
             "late_share": one.late_share,
             "seed": one.seed,
-            "test_accuracy": run.test_accuracy,
-            "test_loss": run.test_loss,
-            "train_loss": run.train_loss,
-            "diverged_at": run.diverged_at,
+            **outcome(run),
         }
         for one in planned
         if (run := runs.get(one.words)) is not None
@@ -163,24 +159,18 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
             "seeds": len(own),
             "diverged": sum(one["diverged_at"] is not None for one in own),
         }
-        cost = cost_of(row)
-        row["as_good"] = "" if base is None or cell[1] == SYNCHRONOUS else _judge(cell[0], cost)
+        row["as_good"] = "" if base is None or cell[1] == SYNCHRONOUS else _judge(row)
         summary.append(row)
     return summary
 
 
-def cost_of(row: Row) -> float | None:
-    """Return what lateness costs in a row of the summary: percent of the loss, or points of accuracy; None if a seed
-    diverged, or synchronous training is missing."""
-    if WORKLOADS[row["workload"]].judged_by_loss:
-        more: float | None = row["loss_to_sync_percent"]
-        return more
-    gained: float | None = row["accuracy_to_sync_points"]
-    return None if gained is None else -gained
+def _cost_of(row: Row) -> float | None:
+    return cost_of(row, "sync", by_loss=WORKLOADS[row["workload"]].judged_by_loss)
 
 
-def _judge(workload: str, cost: float | None) -> str:
-    return "yes" if cost is not None and cost <= MOST_LOST[WORKLOADS[workload].judged_by_loss] else "no"
+def _judge(row: Row) -> str:
+    cost, most = _cost_of(row), MOST_LOST[WORKLOADS[row["workload"]].judged_by_loss]
+    return "yes" if cost is not None and cost <= most else "no"
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
@@ -189,7 +179,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     workload = rows[0]["workload"]
     by_loss = WORKLOADS[workload].judged_by_loss
     for late, colour, marker in ((ONWARDS, style.BLUE, "o"), (ALONE, style.ORANGE, "s")):
-        line = {row["number"]: cost for row in summary if row["late"] == late and (cost := cost_of(row)) is not None}
+        line = {row["number"]: cost for row in summary if row["late"] == late and (cost := _cost_of(row)) is not None}
         axes.plot(list(line), list(line.values()), color=colour, marker=marker, label=f"late: {late}")
     axes.axhline(MOST_LOST[by_loss], color=style.GREY, linewidth=1, linestyle="--", label="as good up to here")
     layers = {row["number"]: str(row["layer"]) for row in summary if row["late"] != SYNCHRONOUS}
@@ -211,16 +201,12 @@ def publish(rows: list[Row], summary: list[Row], runs: Mapping[str, Run], folder
 
 
 def _texts(row: Row) -> dict[str, str]:
-    text = partial(command.text_of, row)
     return {
         "workload": row["workload"],
         "late": row["late"],
         "layer": row["layer"],
         "values late": f"{row['late_share']:.0%}",
-        "accuracy %": text("accuracy_mean", ".2f", 100),
-        "to sync": text("accuracy_to_sync_points", "+.2f"),
-        "loss": text("test_loss_mean", ".4f"),
-        "to sync %": text("loss_to_sync_percent", "+.2f"),
+        **texts_next_to_sync(row),
         "as good": row["as_good"],
     }
 

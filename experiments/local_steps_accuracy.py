@@ -37,7 +37,7 @@ from rich.console import Console
 from experiments import command, figures, simulated_runs, simulated_tables, style
 from experiments.results import Panels, Row
 from experiments.simulated_runs import QUICK_ITERATIONS, Run
-from experiments.simulated_tables import changes, column, mean_of_all
+from experiments.simulated_tables import changes, column, cost_of, mean_of_all, outcome, texts_next_to_sync
 from experiments.staleness_figure import ACCURACY, LOSS
 from experiments.staleness_runs import OPTIMIZERS, WORKLOADS
 from pipesgd.errors import UserInputError
@@ -153,10 +153,7 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
             "codec": one.way.codec,
             "lr": one.lr,
             "seed": one.seed,
-            "test_accuracy": run.test_accuracy,
-            "test_loss": run.test_loss,
-            "train_loss": run.train_loss,
-            "diverged_at": run.diverged_at,
+            **outcome(run),
         }
         for one in planned
         if (run := runs.get(one.words)) is not None
@@ -217,12 +214,9 @@ def _badness(workload: str, rows: Sequence[Row]) -> float:
 
 def verdict(workload: str, kind: str, row: Row) -> str:
     """Return "met" or "MISSED" for what a width, or a codec, costs."""
-    most_points, most_percent = MOST_LOST[kind]
-    if WORKLOADS[workload].judged_by_loss:
-        more = row["loss_to_base_percent"]
-        return "met" if more is not None and more <= most_percent else "MISSED"
-    lost = row["accuracy_to_base_points"]
-    return "met" if lost is not None and lost >= -most_points else "MISSED"
+    by_loss = WORKLOADS[workload].judged_by_loss
+    cost = cost_of(row, "base", by_loss=by_loss)
+    return "met" if cost is not None and cost <= MOST_LOST[kind][by_loss] else "MISSED"
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
@@ -277,10 +271,7 @@ def _texts(row: Row) -> dict[str, str]:
         "method": label_of(row["method"], row["width"], row["codec"]),
         "H": str(row["local_steps"]),
         "lr": f"{row['lr']:g}",
-        "accuracy %": text("accuracy_mean", ".2f", 100),
-        "to sync": text("accuracy_to_sync_points", "+.2f"),
-        "loss": text("test_loss_mean", ".4f"),
-        "to sync %": text("loss_to_sync_percent", "+.2f"),
+        **texts_next_to_sync(row),
         "cost": f"{text('accuracy_to_base_points', '+.2f')} {text('loss_to_base_percent', '+.2f')} % {row['cost_of']}"
         if row["cost_of"]
         else "",

@@ -29,8 +29,7 @@ from experiments.paired import Contender, interquartile_range, median, paired_ra
 from experiments.results import Panels, Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
@@ -181,32 +180,11 @@ def summarize(found: Mapping[str, Mapping[str, Any]], title: str, baseline: str)
     return rows
 
 
-def verdicts(
-    seconds: Mapping[str, Sequence[float]], targets: Mapping[tuple[str, str], tuple[str, float]]
-) -> dict[str, dict[str, float | str]]:
-    """Return the ratio of every target with its 95 % interval, and whether the interval reaches the bound.
-
-    A target is the bound, "at most" or "at least" a number, of the ratio of the first loop's time to the second's.
-    """
-    found: dict[str, dict[str, float | str]] = {}
-    for (one, other), (side, bound) in targets.items():
-        ratio = paired_ratio(seconds[one], seconds[other])
-        reached = ratio.low <= bound if side == "at most" else ratio.high >= bound
-        found[f"{one} / {other}"] = {
-            "median": ratio.median,
-            "low": ratio.low,
-            "high": ratio.high,
-            "target": f"{side} {bound}",
-            "verdict": "met" if reached else "MISSED",
-        }
-    return found
-
-
 def wire_seconds_of(cluster: Cluster, numel: int, pipelines: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the least time of an all-reduce of ``numel`` values by each of ``pipelines`` and by DDP, in seconds."""
     nbytes = {ALONE: 0, DDP: 4 * numel, DDP_FP16: 2 * numel}
     for name, options in pipelines.items():
-        nbytes[name] = make_codec(CodecOptions(codec=options["codec"])).wire_bytes(numel)
+        nbytes[name] = codec_named(options["codec"]).make().wire_bytes(numel)
     return {name: ring_limit(cluster, one) for name, one in nbytes.items()}
 
 
@@ -239,21 +217,5 @@ def show(rows: Sequence[Row], **columns: str) -> None:
                 "cores used": f"{row['cpu_share']:.0%}",
             }
             for row in rows
-        ],
-    )
-
-
-def show_verdicts(found: Mapping[str, Mapping[str, float | str]]) -> None:
-    """Print what ``verdicts`` returned."""
-    command.show(
-        "Targets",
-        [
-            {
-                "ratio": name,
-                "found": f"{one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f})",
-                "target": str(one["target"]),
-                "verdict": str(one["verdict"]),
-            }
-            for name, one in found.items()
         ],
     )

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments import command
 from experiments.results import Row, save
 from experiments.simulated_runs import WORLD_SIZE, Run
+
+
+def outcome(run: Run) -> Row:
+    """Return what a run came to, as columns of a table."""
+    return {
+        "test_accuracy": run.test_accuracy,
+        "test_loss": run.test_loss,
+        "train_loss": run.train_loss,
+        "diverged_at": run.diverged_at,
+    }
+
+
+def texts_next_to_sync(row: Row) -> dict[str, str]:
+    """Return accuracy and loss of a row of a summary for people, each with its distance from synchronous training."""
+    text = partial(command.text_of, row)
+    return {
+        "accuracy %": text("accuracy_mean", ".2f", 100),
+        "to sync": text("accuracy_to_sync_points", "+.2f"),
+        "loss": text("test_loss_mean", ".4f"),
+        "to sync %": text("loss_to_sync_percent", "+.2f"),
+    }
 
 
 def mean_of_all(values: Sequence[float | None]) -> float | None:
@@ -72,6 +95,13 @@ def changes(own: Sequence[Row], base: Sequence[Row] | None, name: str) -> Row:
         accuracy = mean_change(column(own, "test_accuracy"), column(base, "test_accuracy"), points)
         loss = mean_change(column(own, "test_loss"), column(base, "test_loss"), percent)
     return {f"accuracy_to_{name}_points": accuracy, f"loss_to_{name}_percent": loss}
+
+
+def cost_of(row: Row, name: str, *, by_loss: bool) -> float | None:
+    """Return what a cell costs by ``changes``: percent of the loss, or points of accuracy; None if not known."""
+    more: float | None = row[f"loss_to_{name}_percent"]
+    gained: float | None = row[f"accuracy_to_{name}_points"]
+    return more if by_loss else None if gained is None else -gained
 
 
 def publish(

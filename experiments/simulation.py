@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesgd.codecs.base import Codec, mixed
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, codec_named
 from pipesgd.flat_buffer import BucketedBuffer, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate, trainable_parameters
@@ -75,7 +74,7 @@ class _Exchange:
         self._buffers = [BucketedBuffer(parameters, fragments) for _ in range(world_size)]
         assert len(self._buffers[0].flats) == len(fragments)
         of_fragments = zip(*(buffer.flats for buffer in self._buffers), strict=True)
-        self._rings = [Ring(make_codec(options), flats, options.gives_back) for flats in of_fragments]
+        self._rings = [Ring(options.make(), flats, options.gives_back) for flats in of_fragments]
 
     def predict(self, rank: int) -> None:
         """Let the parameters hold the weights that this rank expects."""
@@ -140,7 +139,7 @@ class SimulatedRanks:
         fragments: int = 1,
         fresh: Collection[int] = (),
     ):
-        options = CodecOptions(codec=codec)
+        options = codec_named(codec)
         assert codec in DENSE_CODECS
         assert not options.stochastic
         assert not fresh or clip_norm is None

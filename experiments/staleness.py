@@ -1,7 +1,7 @@
 """Cost of staleness in accuracy, and how much of it predictions remove.
 
     python -m experiments.staleness                               staleness.csv, staleness_summary.csv, staleness.png
-    python -m experiments.staleness --workloads mlp --optimizers sgd --methods sync local stale --seeds 1
+    python -m experiments.staleness --workloads mlp --seeds 1
     python -m experiments.staleness --finished                    the same files, from the finished runs
 
 Every method trains with every optimizer at learning rates around the best one of synchronous training, on four ranks,
@@ -12,10 +12,8 @@ Finished runs are kept in staleness.runs.json in the output folder: the same com
 
 from __future__ import annotations
 
-import math
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,9 +22,9 @@ from rich.console import Console
 from experiments import command, simulated_runs, simulated_tables
 from experiments.results import Row, grouped
 from experiments.simulated_runs import Run
-from experiments.simulated_tables import mean_change, mean_of_all, percent, points
+from experiments.simulated_tables import cost_of, mean_change, mean_of_all, percent, points, texts_next_to_sync
 from experiments.staleness_figure import draw
-from experiments.staleness_runs import BASELINE, METHODS, OPTIMIZERS, WORKLOADS, Planned, plan
+from experiments.staleness_runs import BASELINE, METHODS, WORKLOADS, Planned, plan
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 
@@ -141,11 +139,9 @@ def verdict(workload: str, method: str, row: Row) -> str:
     """Return "met" or "MISSED" for a method's target at a rate; "" if it has none, or nothing to compare it with."""
     if method not in MOST_LOST or not row:
         return ""
-    if WORKLOADS[workload].judged_by_loss:
-        more = row["loss_to_sync_percent"]
-        return "met" if more is not None and more <= LOSS_PERCENT_PER_POINT * MOST_LOST[method] else "MISSED"
-    lost = row["accuracy_to_sync_points"]
-    return "met" if lost is not None and lost >= -MOST_LOST[method] else "MISSED"
+    by_loss = WORKLOADS[workload].judged_by_loss
+    cost, most = cost_of(row, "sync", by_loss=by_loss), MOST_LOST[method] * (LOSS_PERCENT_PER_POINT if by_loss else 1)
+    return "met" if cost is not None and cost <= most else "MISSED"
 
 
 def stability(method: str, limit: float | None, sync_limit: float | None) -> str:
@@ -173,50 +169,30 @@ def _texts(row: Row) -> dict[str, str]:
         "workload": f"{row['workload']}, {row['optimizer']}",
         "method": row["method"],
         "lr": text("lr", "g"),
-        "accuracy %": text("accuracy_mean", ".2f", 100),
-        "to sync": text("accuracy_to_sync_points", "+.2f"),
-        "loss": text("test_loss_mean", ".4f"),
-        "to sync %": text("loss_to_sync_percent", "+.2f"),
+        **texts_next_to_sync(row),
         "target": row["target"],
         "stable to": f"{text('stable_up_to_lr', 'g')} {row['stability']}",
     }
 
 
-def _multiple(text: str) -> float:
-    with suppress(ValueError):
-        if math.isfinite(value := float(text)) and value > 0:
-            return value
-    raise ArgumentTypeError(f"must be numbers above 0; got {text!r}")
-
-
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Return the options; raises ``UserInputError``."""
     options = command.parser("staleness", __doc__)
-    add = options.add_argument
     default = [name for name in WORKLOADS if name != "digits"]
-    own = "those of each workload"
-    add("--workloads", nargs="+", default=default, metavar="NAME", help=f"any of {', '.join(WORKLOADS)}")
-    add(
-        "--optimizers", nargs="+", metavar="NAME", help=f"any of {', '.join(OPTIMIZERS)}, where a workload has it (all)"
+    options.add_argument(
+        "--workloads", nargs="+", default=default, metavar="NAME", help=f"any of {', '.join(WORKLOADS)}"
     )
-    add("--methods", nargs="+", metavar="NAME", help=f"any of {'; '.join(METHODS)} ({own})")
-    add("--multiples", nargs="+", type=_multiple, help=f"factors of the optimizer's learning rate ({own})")
     simulated_runs.add_options(options)
     arguments = command.parse(options, words)
-    command.check_each_once(arguments, {"workloads": WORKLOADS, "optimizers": OPTIMIZERS, "methods": METHODS})
+    command.check_each_once(arguments, {"workloads": WORKLOADS})
     command.check_alone("staleness", by_torchrun, "it simulates the ranks")
-    had = {one: None for name in arguments.workloads for one in WORKLOADS[name].optimizers}
-    for one in arguments.optimizers or []:
-        if one not in had:
-            raise UserInputError(f"--optimizers must be {' or '.join(had)} for these workloads; got {one!r}")
     return arguments
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    chosen = (arguments.workloads, arguments.optimizers, arguments.methods, arguments.multiples)
-    planned = plan(*chosen, simulated_runs.seeds_of(arguments), quick=arguments.quick)
+    planned = plan(arguments.workloads, seeds=simulated_runs.seeds_of(arguments), quick=arguments.quick)
     done = simulated_runs.finished_runs(planned, arguments, "staleness", console)
     rows = tabulate(planned, done)
     if not rows:

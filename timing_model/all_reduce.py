@@ -202,15 +202,6 @@ def _gather_ring_time(link: LinkParams, codec: CodecCost, numel: float, world_si
     return _time("gather-ring", link, codec, whole, world_size, segment_bytes, None, 1, 1, (), 1)
 
 
-def forget() -> None:
-    """Drop the times and schedules that are kept between calls."""
-    _time.cache_clear()
-    _native_times.cache_clear()
-    _schedules.cache_clear()
-    _steps.cache_clear()
-    unconnected.cache_clear()
-
-
 @lru_cache(maxsize=256)
 def _schedules(all_reduce: str, world_size: int, ranks_per_node: int) -> list[Schedule]:
     if all_reduce == "hierarchical":

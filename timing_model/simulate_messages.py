@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from timing_model.checks import check_count
 from timing_model.params import CodecCost, LinkParams, PlacedLink
 from timing_model.schedules import Event, Schedule
 
@@ -31,19 +30,13 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Network of equal nodes with ranks of adjoining numbers. Every rank has a full-duplex wire to the others. Instead,
-    ``placed`` may name a link for each pair of ranks."""
+    """Network of equal ranks, each with a full-duplex wire to the others. Instead, ``placed`` may name a link for each
+    pair of ranks."""
 
     link: LinkParams
-    """Link between nodes: alpha, beta and overhead count."""
-    ranks_per_node: int = 1
-    inner: LinkParams | None = None
-    """Link inside a node, where a rank has another wire; by default the one between nodes."""
+    """Link between ranks: alpha, beta and overhead count."""
     placed: tuple[PlacedLink, ...] = ()
-    """Links in place of ``link`` and ``inner``; of those that connect two ranks, the last one counts."""
-
-    def __post_init__(self) -> None:
-        check_count("ranks_per_node", self.ranks_per_node)
+    """Links in place of ``link``; of those that connect two ranks, the last one counts. Each has wires of its own."""
 
     def path(self, sender: int, receiver: int) -> tuple[int, LinkParams]:
         """Return the number of the wire from one rank to another, and its link.
@@ -57,8 +50,7 @@ class Network:
             raise ValueError(
                 f"link must lead from rank {sender} to rank {receiver}, which is sent to; none of them does"
             )
-        outside = sender // self.ranks_per_node != receiver // self.ranks_per_node
-        return int(outside), self.link if self.inner is None or outside else self.inner
+        return 0, self.link
 
 
 def simulate_messages(programs: Sequence[Sequence[Task]], network: Network) -> list[float]:

@@ -36,11 +36,12 @@ STATE = Path("runs/faults.json")
 HARNESS = (Path(__file__).parent,)
 """Folders hashed in addition to the code that is measured: results of another harness do not count."""
 DEADLINE_SECONDS = 10
+"""``--timeout`` of all runs."""
 NODES, RATE = 3, 500e6
 """Nodes of the testbed, and the rate of their links in bit/s."""
 
 
-def observe(scenario: Scenario, deadline: float) -> Observation:
+def observe(scenario: Scenario) -> Observation:
     """Inject the fault and return what comes of it.
 
     Raises:
@@ -50,9 +51,9 @@ def observe(scenario: Scenario, deadline: float) -> Observation:
         raise UserInputError(f"{scenario.id} must be run by root, who can mount a small disk")
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         if not scenario.testbed:
-            return _observe(scenario, Stage(Path(name), deadline))
+            return _observe(scenario, Stage(Path(name), DEADLINE_SECONDS))
         with Testbed(nodes=NODES, link=Link(rate=RATE)) as testbed:
-            return _observe(scenario, Stage(Path(name), deadline, testbed))
+            return _observe(scenario, Stage(Path(name), DEADLINE_SECONDS, testbed))
 
 
 def _observe(scenario: Scenario, stage: Stage) -> Observation:
@@ -66,17 +67,17 @@ def _observe(scenario: Scenario, stage: Stage) -> Observation:
 
 
 def compute(
-    chosen: Sequence[Scenario], deadline: float, kept: KeptRuns[Observation], again: bool, console: Console
+    chosen: Sequence[Scenario], kept: KeptRuns[Observation], again: bool, console: Console
 ) -> list[tuple[Scenario, Observation]]:
     """Return the outcome of each chosen fault; those that have not hit this code yet are injected now."""
     code = sources(*HARNESS)[:16]
-    keys = {one.id: f"{one.id}, {one.fault}, deadline {deadline:g} s, code {code}" for one in chosen}
+    keys = {one.id: f"{one.id}, {one.fault}, deadline {DEADLINE_SECONDS} s, code {code}" for one in chosen}
     done = {} if again else kept.load()
     missing = [one for one in chosen if keys[one.id] not in done]
     say(console, f"{len(chosen) - len(missing)} of {len(chosen)} faults are done; --fresh does them again")
     with command.progress(console, "faults", max(1, len(missing))) as advance:
         for number, one in enumerate(missing):
-            seen = observe(one, deadline)
+            seen = observe(one)
             kept.add(keys[one.id], seen)
             found = misses(one, seen)
             say(console, f"[{number + 1}/{len(missing)}] {one.id}, {one.fault}: {'; '.join(found) or 'as expected'}")
@@ -85,10 +86,10 @@ def compute(
     return [(one, done[keys[one.id]]) for one in chosen]
 
 
-def publish(found: Sequence[tuple[Scenario, Observation]], deadline: float, folder: Path) -> list[str]:
+def publish(found: Sequence[tuple[Scenario, Observation]], folder: Path) -> list[str]:
     """Save the table, print it, and return what was missed."""
     rows = [row(scenario, seen) for scenario, seen in found]
-    save("faults", rows, extra={"deadline_s": deadline, "nodes": NODES, "rate_bit_per_s": RATE}, folder=folder)
+    save("faults", rows, extra={"deadline_s": DEADLINE_SECONDS, "nodes": NODES, "rate_bit_per_s": RATE}, folder=folder)
     shown = [
         {
             "": one["scenario"],
@@ -110,13 +111,6 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     options.add_argument("--list", action="store_true", help="list the faults")
     options.add_argument("--only", nargs="+", metavar="ID", help="run these faults, done or not; needs --output")
     options.add_argument("--fresh", action="store_true", help="run all faults again")
-    options.add_argument(
-        "--deadline",
-        type=command.at_least(2),
-        default=DEADLINE_SECONDS,
-        metavar="SECONDS",
-        help=f"--timeout of all runs ({DEADLINE_SECONDS})",
-    )
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"only": [one.id for one in SCENARIOS]})
     command.check_alone("faults", by_torchrun, "it starts torchrun itself")
@@ -133,8 +127,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     only = arguments.only or (QUICK if arguments.quick else [one.id for one in SCENARIOS])
     chosen = [one for one in SCENARIOS if one.id in only]
     again = arguments.fresh or bool(arguments.only)
-    found = compute(chosen, arguments.deadline, KeptRuns(STATE.resolve(), Observation), again, console)
-    missed = publish(found, arguments.deadline, arguments.output)
+    found = compute(chosen, KeptRuns(STATE.resolve(), Observation), again, console)
+    missed = publish(found, arguments.output)
     if missed:
         raise RunError(f"every fault must come out as expected; not so: {' | '.join(missed)}")
 

@@ -211,10 +211,6 @@ def parse(words: Sequence[str], world_size: int) -> Namespace:
     """Parse the options. Raises ``UserInputError``."""
     options = command.parser(NAME, __doc__)
     options.add_argument("--seeds", type=command.at_least(1), default=SEEDS, help=f"trainings of each plan ({SEEDS})")
-    length = WORKLOADS[WORKLOAD].iterations
-    options.add_argument(
-        "--iterations", type=command.at_least(1), default=length, help=f"length of each training ({length})"
-    )
     options.add_argument("--fresh", action="store_true", help="forget the finished runs in the output folder")
     arguments = command.parse(options, words)
     if world_size < 2:
@@ -250,7 +246,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.world_size))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     mesh = init_device_mesh("cpu", (1, ranks.world_size), mesh_dim_names=("islands", "inside"))
-    length = QUICK_ITERATIONS if arguments.quick else arguments.iterations
+    length = QUICK_ITERATIONS if arguments.quick else WORKLOADS[WORKLOAD].iterations
     training = f"{WORKLOADS[WORKLOAD].trained()} --iterations {length}"
     planned = {
         f"{plan}, {ranks.world_size} ranks, {training} --seed {seed}": (plan, seed)

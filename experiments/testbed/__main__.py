@@ -14,7 +14,6 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from .cluster import Measured, Testbed
@@ -58,19 +57,11 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of the command."""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options, with ``link`` and ``slow_nodes`` made of texts, and the words for ``torchrun``.
 
-    nodes: int
-    link: Link
-    slow_nodes: dict[int, float]
-    nproc_per_node: int
-    torchrun: list[str]
-
-
-def parse(words: Sequence[str]) -> Options:
-    """Return the options. Raises ``InvalidInputError``; prints the help and exits for ``--help``."""
+    Raises ``InvalidInputError``; prints the help and exits for ``--help``.
+    """
     split = words.index("--") if "--" in words else len(words)
     options = Parser(
         prog="python -m experiments.testbed",
@@ -92,25 +83,20 @@ def parse(words: Sequence[str]) -> Options:
     )
     options.add_argument("--nproc-per-node", type=_at_least(1), default=1, help="ranks on each node (1)")
     arguments = options.parse_args(words[:split])
-    slow_nodes: dict[int, float] = {}
+    arguments.slow_nodes = {}
     for text in arguments.slow_node:
         node, rate = parse_slow_node(text)
-        if node in slow_nodes:
+        if node in arguments.slow_nodes:
             raise InvalidInputError(f"slow-node must name a node once; got node {node} twice")
-        slow_nodes[node] = rate
-    link = Link(
+        arguments.slow_nodes[node] = rate
+    arguments.link = Link(
         rate=parse_rate(arguments.rate), latency=parse_latency(arguments.latency), loss=parse_loss(arguments.loss)
     )
     if not words[split + 1 :]:
         got = "nothing after --" if split < len(words) else "no --"
         raise InvalidInputError(f"what torchrun runs must follow after --, e.g. -- -m pipesgd.train --help; got {got}")
-    return Options(
-        nodes=arguments.nodes,
-        link=link,
-        slow_nodes=slow_nodes,
-        nproc_per_node=arguments.nproc_per_node,
-        torchrun=list(words[split + 1 :]),
-    )
+    arguments.torchrun = list(words[split + 1 :])
+    return arguments
 
 
 def show(testbed: Testbed, measured: Sequence[Measured]) -> None:

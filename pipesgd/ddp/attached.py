@@ -15,7 +15,6 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.checks import refuse
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.transport import Group
@@ -42,9 +41,9 @@ from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.make import check_momentum
+from pipesgd.rules import IN_DDP, check_rules, options_of_sections
 from pipesgd.sections import Updates, Windows, Wire
 from pipesgd.strategy import Span, StepReport
-from timing_model.buckets import WHOLE
 
 ROUNDING = 0.01
 """Share of a value by which the loop's clipping and scaling may differ from ours, in any precision."""
@@ -84,7 +83,7 @@ def attach(
         ddp_model: a model in DistributedDataParallel without a communication hook but that of a closed pipeline.
         optimizer: the optimizer of all of its parameters that require a gradient.
         width: iterations in flight, K; 1 is synchronous.
-        codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``.
+        codec: encoding of gradients: a name, an object such as ``Int4(64)``, or an ``OwnCodec``.
         windows: windows of local steps, which each rank trains by itself between exchanges (``pipesgd.Windows``). By
             default every gradient is exchanged. For local steps, ``ddp_model`` must be made without ``SyncBatchNorm``,
             without ``find_unused_parameters`` and, if it has buffers, with ``broadcast_buffers=False``: torch would
@@ -164,16 +163,7 @@ class AttachedPipeline(Pipelined):
         ranks: Ranks | None,
         process_group: Group | None,
     ):
-        refuse(
-            (updates.guard,
-             "guard must be left out, since a loop with DistributedDataParallel has its own steps; got True"),
-            (wire.cut != WHOLE,
-             "buckets must be left out, since a loop with DistributedDataParallel has its own buckets; "
-             f"got {wire.buckets}"),
-            (wire.reduce != "matrix",
-             "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole gradients; "
-             f"got {wire.reduce}"),
-        )  # fmt: skip
+        check_rules(options_of_sections(wire, updates), IN_DDP)
         check_model(ddp_model)
         check_dense_embeddings(ddp_model)
         check_all_held(ddp_model, optimizer)

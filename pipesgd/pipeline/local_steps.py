@@ -38,7 +38,6 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
-from pipesgd.config import check_left_to_windows, check_whole
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import check_shapes
 from pipesgd.guests import guest
@@ -55,6 +54,7 @@ from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
 from pipesgd.pipeline.window import Window
 from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks, given_ranks
+from pipesgd.rules import GRADIENTS, OUTER, PARTS, WINDOWS, check_rules, options_of_sections
 from pipesgd.sections import (
     DEFAULT_TIMEOUT,
     Updates,
@@ -213,12 +213,10 @@ class LocalSteps(Strategy):
         wire, updates = wire or Wire(), updates or Updates()
         outer, fragments = windows.outer or "average", windows.fragments
         check_width(width)
-        windows.check_used(width)
-        check_left_to_windows(wire, updates)
-        check_not_schedule_free(optimizer)
         chosen_codec = codec_options(codec)
-        check_whole(wire, windows, chosen_codec.codec)
-        chosen_codec.check_outer(outer)
+        given = {"outer": outer, "width": width, "asked": "local steps", **chosen_codec.facts()}
+        check_rules(options_of_sections(wire, updates, windows, **given), WINDOWS, GRADIENTS, PARTS, OUTER)
+        check_not_schedule_free(optimizer)
         clip = Clipping(norm=updates.clip_norm, value=updates.clip_value)
         self.module = model
         """Model that is trained."""

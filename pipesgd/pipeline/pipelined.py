@@ -22,7 +22,6 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.transport import Group, Mesh
-from pipesgd.config import check_whole
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
 from pipesgd.flat_buffer import (
     FlatBuffer,
@@ -74,7 +73,8 @@ from pipesgd.replicas import (
     nonfinite_ranks,
     share_rank_0s_values,
 )
-from pipesgd.sections import DEFAULT_TIMEOUT, Updates, Windows, Wire, check_reduce, check_width
+from pipesgd.rules import CODEC, PARTS, REDUCE, check_rules, options_of_sections
+from pipesgd.sections import DEFAULT_TIMEOUT, Updates, Wire, check_width
 from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
 
@@ -115,9 +115,9 @@ class Pipelined(Strategy):
             DistributedDataParallel, which exchanges gradients, too; for that there is ``pipesgd.ddp``.
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
-        codec: encoding of gradients: a name, ``CodecOptions`` for more than its defaults, or an
-            ``pipesgd.codecs.base.OwnCodec``. A ``momentum_correction`` replaces the optimizer's momentum, which must be
-            0 then.
+        codec: encoding of gradients: a name, ``CodecOptions`` such as ``Int4(block=64)``, or a
+            ``pipesgd.codecs.base.OwnCodec``. The ``momentum_correction`` of ``TopK`` replaces the optimizer's momentum,
+            which must be 0 then.
         wire: how gradients travel (``pipesgd.Wire``). ``all_reduce`` may be a function of a rank and the number of
             ranks that returns the rank's ``timing_model.schedules.Schedule``. With ``buckets``, every backward pass
             outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
@@ -184,15 +184,16 @@ class Pipelined(Strategy):
             check_not_schedule_free(optimizer)
         name = wire.all_reduce_name
         options = codec_options(codec)
-        options.check_all_reduce(name)
-        check_whole(wire, Windows(), options.codec)
+        given = options_of_sections(wire, fragments=1, all_reduce_name=name, **options.facts())
+        check_rules(given, CODEC, PARTS)
         self.module = model
         """Model that is trained."""
         self._optimizer = optimizer
         exchanges = Exchanges(model, wire.reduce)
         self._cut: Cut = Cut.of(model, optimizer, str(wire.buckets), exchanges)
         device = self._parameters[0].device
-        check_reduce(words_of(wire.reduce) if exchanges.gathered else WHOLE_GRADIENTS, options.codec, name, device.type)
+        given.reduce, given.device = words_of(wire.reduce) if exchanges.gathered else WHOLE_GRADIENTS, device.type
+        check_rules(given, REDUCE)
         self._island = island_of(
             mesh,
             model,
@@ -248,7 +249,7 @@ class Pipelined(Strategy):
         """Hooks that let buckets leave during the backward pass; None if none do."""
         self._checks: list[Callable[[], None]] = []
         """Checks before each step that options ask for."""
-        if options.momentum_correction:
+        if options.own_momentum:
             self._checks.append(functools.partial(check_momentum, options, optimizer))
         if self._island is not None:
             self._checks.append(functools.partial(self._island.check_alike, self._parameters))

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipesgd.data import CROSS_ENTROPY, Loss, evaluation_batches
 from pipesgd.data.samples import Batch, BatchedDataset, on_tensors, outputs_of, tensors_of
+from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import Strategy
 
@@ -40,7 +41,7 @@ def evaluate(
     loss: Loss = CROSS_ENTROPY,
     sharded: bool = False,
     loader_workers: int = 0,
-    buffers: str = "average",
+    buffers: Buffers = "average",
 ) -> Evaluation:
     """Evaluate the true weights on ``dataset``, a part on each rank, after combining ``buffers``. Collective.
 

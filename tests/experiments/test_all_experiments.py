@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.__main__ import EXPERIMENTS, KEEP_RUNS, Experiment, minutes_left, run_all
+from experiments.__main__ import EXPERIMENTS, KEEP_RUNS, Experiment, run_all
 from experiments.figures import manifest
 from experiments.gallery import FIGURES
 from experiments.results import RESULTS
@@ -60,6 +60,7 @@ def test_every_one_is_a_command_with_options_that_it_has(one: Experiment) -> Non
     assert "--fresh" not in one.arguments(fresh=False)
 
 
+@pytest.mark.slow
 def test_a_command_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = tmp_path / "runs" / "experiments.json"
     ran: list[tuple[str, bool]] = []
@@ -82,11 +83,3 @@ def test_a_command_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.C
     assert "c failed with exit code 3" in out
     assert run_all(THREE[:1], state, Console(), run, again=True) == []
     assert ran[-1] == ("a", True)
-
-
-def test_the_time_left_follows_how_long_the_others_took() -> None:
-    first, *rest = EXPERIMENTS
-    assert minutes_left(rest, {}) == pytest.approx(sum(one.minutes for one in rest))
-    twice = {first.name: {"minutes": 2 * first.minutes}}
-    assert minutes_left(rest, twice) == pytest.approx(2 * sum(one.minutes for one in rest))
-    assert minutes_left(rest, {first.name: {"begun": "c0ffee"}}) == pytest.approx(sum(one.minutes for one in rest))

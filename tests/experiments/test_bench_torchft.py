@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from experiments import bench_torchft
-from experiments.bench_torchft import DELAYS, FULL, QUICK, STEPS, TARGETS, VERSION, WINDOW
-from experiments.loops_on_links import ALONE
+from experiments.bench_torchft import DELAYS, FULL, QUICK, STEPS, VERSION, WINDOW
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import alone
 
@@ -39,7 +38,3 @@ def test_blocks_are_of_whole_windows() -> None:
     # Width 2 is full after two windows.
     assert FULL.untimed >= 2 * max(STEPS.values())
     assert all(delay < WINDOW for delay in DELAYS.values())
-
-
-def test_two_and_four_local_steps_have_a_target_next_to_no_network() -> None:
-    assert set(TARGETS) == {("pipesgd, int4, H 2", ALONE), ("pipesgd, int4, H 4", ALONE)}

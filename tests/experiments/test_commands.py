@@ -92,6 +92,7 @@ def test_an_experiment_that_starts_its_own_ranks_is_refused_under_torchrun() -> 
         kill_anywhere.parse([], by_torchrun=True)
 
 
+@pytest.mark.slow
 def test_a_wrong_option_ends_the_command_with_one_line_and_code_2() -> None:
     done = run_module("experiments.kill_anywhere", "--kills", "none")
     assert done.returncode == 2

@@ -165,7 +165,9 @@ def test_the_time_between_islands_is_that_of_messages_that_are_simulated(
     cost, costs = codec or uncompressed(OUTER.gamma), costs_of(job)
     if codec is not None:
         job, costs = dataclasses.replace(job, codec="int8"), dataclasses.replace(costs, codec=codec)
-    expected = simulated_between(job, cost, Network(link=shared, inner=INNER, ranks_per_node=4))
+    expected = simulated_between(
+        job, cost, Network(link=shared, placed=(PlacedLink(link=shared), PlacedLink(link=INNER, node=4)))
+    )
     assert collective_time(job, costs, job.compute.numel).total == pytest.approx(expected, rel=EXACT)
 
 
@@ -441,9 +443,7 @@ def test_what_a_plan_says_of_islands() -> None:
     assert [line.split()[-2:] for line in text.splitlines()[4:] if " by fsdp2 " in line and "%" not in line]
     assert all(describe(one.job) in text for one in found.meshes.values()), "the best of each mesh"
     [chosen] = [line for line in text.splitlines() if line.startswith("Choose ")]
-    assert chosen.endswith(
-        ': Pipelined(..., width=1, codec="fp32", all_reduce="ring", mesh=mesh) with a mesh of (4, 2)'
-    )
+    assert chosen.endswith(': Pipelined(..., width=1, codec="fp32", mesh=mesh) with a mesh of (4, 2)')
     said = answer_text(predict(found.best.job))
     assert "collectives inside islands" in said
     assert "memory of a rank, activations left out" in said

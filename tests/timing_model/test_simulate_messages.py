@@ -91,7 +91,8 @@ def test_the_time_of_hierarchical_is_that_of_the_messages(
     segments = segments_of(codec.wire_bytes(7.0), segment_bytes)
     parts = [schedules.hierarchical(rank, world_size, ranks_per_node) for rank in range(world_size)]
     programs = tasks_of(parts, 7.0 * world_size, codec, segments=segments)
-    simulated = max(simulate_messages(programs, Network(link=link, inner=inner, ranks_per_node=ranks_per_node)))
+    nodes = (PlacedLink(link=link), PlacedLink(link=inner, node=ranks_per_node))
+    simulated = max(simulate_messages(programs, Network(link=link, placed=nodes)))
     predicted = all_reduce_time(
         "hierarchical",
         link,

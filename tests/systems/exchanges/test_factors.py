@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
@@ -343,10 +342,10 @@ def test_the_choice_is_by_the_bytes_of_both(rows: int, columns: int, count: int,
     encoded = {"fp32": 4 * rows * columns, "int8": rows * columns + 4 * -(-rows * columns // 1024)}[codec]
     gathered = (world_size - 1) * (4 + 4 * count * (rows + columns))
     fewer = gathered * world_size < 2 * (world_size - 1) * encoded
-    chosen = fewest_bytes(layer, count, make_codec(CodecOptions(codec=codec)), world_size)
+    chosen = fewest_bytes(layer, count, codec_named(codec).make(), world_size)
     assert chosen == {"weight": "factors" if fewer else "matrix"}
     part_bytes = FactorsReducer.part_bytes(count, layer.weight)
-    assert sends_less(part_bytes, layer.weight, make_codec(CodecOptions(codec=codec)), world_size) == fewer
+    assert sends_less(part_bytes, layer.weight, codec_named(codec).make(), world_size) == fewer
 
 
 # --- The hooks --------------------------------------------------------------------------------------------------------
