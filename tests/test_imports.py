@@ -146,6 +146,25 @@ def test_a_run_imports_no_system_that_it_does_not_name() -> None:
     assert not [name for name in done.stdout.split() if name.startswith("pipesgd.systems")]
 
 
+WIRE_HALF = ("pipeline.flight", "pipeline.in_flight")
+WEIGHT_HALF = ("pipeline.update", "pipeline.width", "pipeline.prediction")
+
+
+@pytest.mark.parametrize("module", WIRE_HALF)
+def test_the_wire_half_of_a_pipeline_knows_no_weights(module: str) -> None:
+    assert not {other for other in ours(module) if room(other) == "optim" or other in WEIGHT_HALF}
+    path = modules("pipesgd")[module]
+    assert not {name for name in imported(path) if name.startswith(("torch.nn", "torch.optim"))}
+    tree = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    assert not {node.attr for node in tree if isinstance(node, ast.Attribute)} & {"grad", "nn", "optim"}
+
+
+@pytest.mark.parametrize("module", WEIGHT_HALF)
+def test_the_weight_half_of_a_pipeline_knows_no_ranks(module: str) -> None:
+    others = {room(other) for other in ours(module)} | (ours(module) & {*WIRE_HALF, "pipeline.islands"})
+    assert not others & {"ranks", "comm", "membership", "replicas", *WIRE_HALF, "pipeline.islands"}
+
+
 def test_neither_rooms_nor_modules_import_in_a_circle() -> None:
     graph = {module: ours(module) for module in modules("pipesgd")}
     rooms: dict[str, set[str]] = {room(module): set() for module in graph}
