@@ -32,8 +32,7 @@ from experiments.limits import wire_seconds
 from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns, slowest
 from experiments.results import REPOSITORY, Row, load, save
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions
+from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions, codec_named
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import RunError, UserInputError
@@ -106,8 +105,8 @@ def make_contenders(ranks: Ranks, algorithms: Sequence[str], codecs: Sequence[st
         connections = Connections(algorithm, ranks, timeout=DEFAULT_TIMEOUT)
         for name in codecs:
             if algorithm != "native" or name in NATIVE_CODECS:
-                options = CodecOptions(codec=name)
-                all_reduce = connections.all_reduce(make_codec(options))
+                options = codec_named(name)
+                all_reduce = connections.all_reduce(options.make())
                 contenders.append(
                     Contender(algorithm=algorithm, codec=options, all_reduce=all_reduce, connections=connections)
                 )

@@ -26,18 +26,17 @@ from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio, ratio_columns
 from experiments.results import Row, grouped, save
 from pipesgd.codecs.base import Codec
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.ranks import Ranks
 
 CODECS = {
-    **{name: CodecOptions(codec=name) for name in ("truncate16", "bf16", "fp16")},
+    **{name: codec_named(name) for name in ("truncate16", "bf16", "fp16")},
     **{
-        name if rounding == "nearest" else f"{name} stochastic": CodecOptions(codec=name, rounding=rounding)
+        name if rounding == "nearest" else f"{name} stochastic": codec_named(name, rounding=rounding)
         for name in ("int8", "int4", "ternary", "qsgd")
         for rounding in ("nearest", "stochastic")
     },
-    "sign": CodecOptions(codec="sign"),
+    "sign": codec_named("sign"),
 }
 OPERATIONS = ("encode", "decode", "hop", "hop, residual")
 MOST_FOR_DECODE = 2.0
@@ -108,7 +107,7 @@ def compute(sizes: Sequence[Size], codecs: Sequence[str], console: Console) -> l
         contenders: dict[tuple[str, str], Operation] = {
             (name, operation): function
             for name in codecs
-            for operation, function in own_operations(make_codec(CODECS[name]), buffers).items()
+            for operation, function in own_operations(CODECS[name].make(), buffers).items()
         }
         for function in contenders.values():  # the first call compiles loops
             function()

@@ -23,8 +23,7 @@ from experiments.bench_codecs import CODECS as TIMED
 from experiments.figures import PaperFigure
 from experiments.results import RESULTS, Row, grouped, load
 from experiments.simulation import Ring
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.options import DENSE_CODECS, codec_named
 from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -48,13 +47,13 @@ def error_of_sum(codec: str, world_size: int, numel: int, seed: int = 0) -> floa
     flats = [torch.randn(numel, generator=generator) for _ in range(world_size)]
     exact = torch.stack(flats).double().sum(0)
     total = torch.empty(numel)
-    Ring(make_codec(CodecOptions(codec=codec)), flats, error_feedback=False).sum_into(total, key=seed)
+    Ring(codec_named(codec).make(), flats, error_feedback=False).sum_into(total, key=seed)
     return float((total.double() - exact).norm() / exact.norm())
 
 
 def bits(codec: str, numel: int = NUMEL) -> float:
     """Return the bits of a value on the wire, scales included."""
-    return 8 * make_codec(CodecOptions(codec=codec)).wire_bytes(numel) / numel
+    return 8 * codec_named(codec).make().wire_bytes(numel) / numel
 
 
 def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
@@ -72,7 +71,7 @@ def _times(results: Path) -> list[Row]:
     of = {(row["size"], row["contender"], row["operation"]): row for row in load(results / SPEEDS)}
     rows = []
     for name, options in TIMED.items():
-        if options.stochastic != CodecOptions(codec=options.codec).stochastic:
+        if options.stochastic != codec_named(options.codec).stochastic:
             continue  # the variant that is not the default
         for size in ("cache", "memory"):
             spent = 0.0

@@ -26,7 +26,7 @@ from experiments import (
     loops_on_links,
     staleness_figure,
 )
-from experiments.results import REPOSITORY, RESULTS, Row, command_of, load
+from experiments.results import REPOSITORY, RESULTS, Row, load
 from experiments.systems import pictures
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -50,9 +50,8 @@ DPI = 75
 """Dots per inch of the pictures on the page: enough for a screen."""
 HEAD = """# Gallery
 
-The README's picture, and the figures of the Pipe-SGD paper reproduced with this code. Each is drawn from a result file
-in `experiments/results`; a manifest next to it records how it was made. `make figures` draws them and writes this page;
-`make experiments` repeats the measurements. The notebooks in `notebooks/` explain them.
+The README's picture, and the figures of the Pipe-SGD paper reproduced with this code. `make figures` draws them and
+writes this page; the notebooks in `notebooks/` explain them.
 """
 DRAWN: dict[str, Draw] = {
     "bench_gpu": loops_on_links.draw,
@@ -86,7 +85,7 @@ def page(results: Path = RESULTS) -> str:
         parts += [
             f"![{one.title}]({PICTURES}/{one.name}.png)\n",
             f"{one.caption}\n",
-            f"`{command_of(made)}`, {made['started'][:10]}; `experiments/results/{one.file}`.\n",
+            f"`experiments/results/{one.file}`, {made['started'][:10]}.\n",
         ]
     return "\n".join(parts)
 

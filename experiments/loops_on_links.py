@@ -29,8 +29,7 @@ from experiments.paired import Contender, interquartile_range, median, paired_ra
 from experiments.results import Panels, Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
@@ -185,7 +184,7 @@ def wire_seconds_of(cluster: Cluster, numel: int, pipelines: Mapping[str, Mappin
     """Return the least time of an all-reduce of ``numel`` values by each of ``pipelines`` and by DDP, in seconds."""
     nbytes = {ALONE: 0, DDP: 4 * numel, DDP_FP16: 2 * numel}
     for name, options in pipelines.items():
-        nbytes[name] = make_codec(CodecOptions(codec=options["codec"])).wire_bytes(numel)
+        nbytes[name] = codec_named(options["codec"]).make().wire_bytes(numel)
     return {name: ring_limit(cluster, one) for name, one in nbytes.items()}
 
 

@@ -197,7 +197,7 @@ def made_by(words: str) -> str:
             f"on {manifest['machine']['cores']} cores ({manifest['machine']['cpu']})"
             f"{' and a GPU' if 'gpu' in manifest['machine'] else ''}"
         )
-    return "\n".join(["Made by (results and manifests are in `experiments/results/`):", "", *lines])
+    return "\n".join(["Made by:", "", *lines])
 
 
 def equation(name: str) -> str:

@@ -36,7 +36,7 @@ def check_simulated(config: TrainConfig, late: Sequence[str] | None) -> None:
     if config.optimization.iterations is None:
         raise UserInputError("iterations must be given for simulated ranks; got none")
     codec, every, window = config.compression.codec, config.run.evaluate_iterations, config.windows.local_steps
-    if codec not in DENSE_CODECS or config.compression.stochastic:
+    if codec not in DENSE_CODECS or config.compression.described.stochastic:
         raise UserInputError(f"codec must be dense and round to nearest on simulated ranks; got {codec}")
     if every and every % window:
         raise UserInputError(f"evaluate-iterations must be a multiple of --local-steps {window} here; got {every}")

@@ -1,8 +1,9 @@
 """pipesgd: decentralized, pipelined, ring-all-reduce training on torch.distributed.
 
 The names in ``__all__`` are the public API. A training loop of your own needs ``Pipelined``, whose ``step`` returns a
-``StepReport``, or ``LocalSteps``; ``CodecOptions`` sets what is compressed and how, ``OwnCodec`` is for a codec of your
-own, ``Ranks`` are the ranks to work with, and the rest are the exceptions, drawn as a tree in ``pipesgd.errors``.
+``StepReport``, or ``LocalSteps``. ``Int8``, ``Int4``, ``Bf16``, ``Fp16`` and ``PowerSgd`` are codecs with options, as
+are those in ``pipesgd.systems``; ``OwnCodec`` is for one of your own. ``Ranks`` are the ranks to work with, and the
+rest are the exceptions, drawn as a tree in ``pipesgd.errors``.
 
 The doors into other programs are modules, each imported by its name, and only where it is used:
 
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipesgd.codecs.base import OwnCodec
-    from pipesgd.codecs.options import CodecOptions
+    from pipesgd.codecs.options import Bf16, CodecOptions, Fp16, Int4, Int8
     from pipesgd.errors import (
         CheckpointError,
         CommunicationError,
@@ -41,16 +42,21 @@ if TYPE_CHECKING:
     from pipesgd.pipeline.local_steps import LocalSteps
     from pipesgd.pipeline.pipelined import Pipelined
     from pipesgd.ranks import Ranks
+    from pipesgd.reducers.powersgd import PowerSgd
     from pipesgd.sections import Updates, Windows, Wire
     from pipesgd.strategy import StepReport
 
 __all__ = [
+    "Bf16",
     "CheckpointError",
     "CodecOptions",
     "CommunicationError",
     "DatasetError",
     "DeadlineExceeded",
     "DisagreementError",
+    "Fp16",
+    "Int4",
+    "Int8",
     "LocalSteps",
     "NonFiniteGradientError",
     "OutOfStepError",
@@ -58,6 +64,7 @@ __all__ = [
     "PeerFailed",
     "Pipelined",
     "PipesgdError",
+    "PowerSgd",
     "Ranks",
     "ReplicasDivergedError",
     "RunError",
@@ -71,10 +78,15 @@ __all__ = [
 __version__ = "0.2.0"
 
 _HOMES = {
+    "Bf16": "pipesgd.codecs.options",
     "CodecOptions": "pipesgd.codecs.options",
+    "Fp16": "pipesgd.codecs.options",
+    "Int4": "pipesgd.codecs.options",
+    "Int8": "pipesgd.codecs.options",
     "LocalSteps": "pipesgd.pipeline.local_steps",
     "OwnCodec": "pipesgd.codecs.base",
     "Pipelined": "pipesgd.pipeline.pipelined",
+    "PowerSgd": "pipesgd.reducers.powersgd",
     "Ranks": "pipesgd.ranks",
     "StepReport": "pipesgd.strategy",
     "Updates": "pipesgd.sections",

@@ -29,7 +29,7 @@ import tyro
 
 from pipesgd import __version__
 from pipesgd.checks import did_you_mean
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.config import AUTO, AUTO_OPTIONS, TrainConfig, sections_of
 from pipesgd.errors import UserInputError
 from pipesgd.options import check_words, dashed, types_in_words
@@ -360,7 +360,7 @@ def _take_autos(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
                 raise UserInputError(f"{name} must be auto, or a value that --help-all lists; got {value!r}{hint}")
         rest.append(argument)
     if "codec" in auto:
-        for item in dataclasses.fields(CodecOptions):
+        for item in dataclasses.fields(CompressionConfig):
             option = dashed(item.name)
             given = _value_of(option, rest)
             if given not in (None, str(item.default)):  # a --config file may spell out the default

@@ -11,22 +11,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pipesgd.checks import check_above_zero, check_one_of, refuse
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.checks import check_above_zero, check_one_of
+from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, kind
 from pipesgd.options import check_options, check_read, dashed, option
-from pipesgd.pipeline_config import GRADIENT_SERVERS, SERVER_STRATEGIES, PipelineConfig
-from pipesgd.sections import (
-    DEFAULT_TIMEOUT,
-    Updates,
-    Windows,
-    Wire,
-    check_divisible,
-    check_moving_rate,
-    check_reduce,
-    differing,
+from pipesgd.pipeline_config import SERVER_STRATEGIES, PipelineConfig
+from pipesgd.rules import (
+    CODEC,
+    GRADIENTS,
+    LATE,
+    NO_WINDOWS,
+    OUTER,
+    PARTS,
+    PLANNING,
+    REDUCE,
+    TRAINING,
+    WINDOWS,
+    check_rules,
+    options_of_sections,
 )
+from pipesgd.sections import DEFAULT_TIMEOUT, Updates, Windows, Wire, check_moving_rate
 from timing_model.buckets import WHOLE
 
 TEXTS = ("python-stdlib", "text:PATH")
@@ -253,53 +258,48 @@ class TrainConfig:
     wire: Wire = field(default_factory=Wire)
     updates: Updates = field(default_factory=Updates)
     windows: Windows = field(default_factory=Windows)
-    compression: CodecOptions = field(default_factory=CodecOptions)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        optimization, pipeline, compression = self.optimization, self.pipeline, self.compression
-        check_read(pipeline, self.wire, self.updates, self.windows)
-        self._check_windows()
-        strategy, correction, replicas = pipeline.strategy, compression.momentum_correction, self.run.check_replicas
-        by_sgd, on_servers = optimization.optimizer == "sgd", strategy in GRADIENT_SERVERS
-        corrects = correction > 0 and not self.in_windows  # which have an outer optimizer, whose momentum it is
-        if strategy == "pipelined":
-            compression.check_all_reduce(self.wire.all_reduce_name)
-            compression.check_outer(self.windows.outer or "average")
-            check_whole(self.wire, self.windows, compression.codec)
-            check_reduce(str(self.wire.reduce), compression.codec, self.wire.all_reduce_name, self.run.device)
-            self._check_late()
-        elif compression != CodecOptions():
+        pipeline, windows = self.pipeline, self.windows
+        check_read(pipeline, self.wire, self.updates, windows)
+        options = self._options()
+        if pipeline.strategy == "easgd-async":
+            check_rules(options_of_sections(windows, outer="elastic", width=1), WINDOWS)
+        else:
+            check_rules(options, WINDOWS, GRADIENTS if self.in_windows else NO_WINDOWS)
+        if pipeline.strategy == "pipelined":
+            check_rules(options, CODEC, OUTER, PARTS, REDUCE)
+            if pipeline.width == 1 and "width" not in (*self.planning.auto, *self.planning.chosen):
+                check_rules(options, LATE)
+        elif self.compression != CompressionConfig():
             raise UserInputError(
-                f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
-                f"belong to pipelined); got --codec {compression.codec}"
+                f"codec and its options must be left out with --strategy {pipeline.strategy}, which has no use for "
+                f"them (they belong to pipelined); got --codec {self.compression.codec}"
             )
         if self.planning.wanted:
-            self._check_planning()
-        in_parts = f" must be left out with --strategy {strategy}, whose servers see parts of a gradient; got "
-        refuse(
-            (self.windows.local_steps > 1 and optimization.accumulation > 1,
-             "accumulation must be 1 with --local-steps, the other way to exchange less often; "
-             f"got {optimization.accumulation}"),
-            (corrects and optimization.optimizer == "nesterov",
-             "optimizer must be sgd with --momentum-correction, which replaces its momentum; got nesterov"),
-            (corrects and by_sgd and optimization.momentum > 0,
-             f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"),
-            (self.windows.average_state and by_sgd and optimization.momentum == 0,
-             "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without; got 0"),
-            (optimization.optimizer == "muon" and on_servers,
-             f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
-             "parameters anywhere; got muon, which needs whole matrices"),
-            (self.updates.clip_norm is not None and on_servers, f"clip-norm{in_parts}{self.updates.clip_norm}"),
-            (self.updates.clip_value is not None and on_servers, f"clip-value{in_parts}{self.updates.clip_value}"),
-            (optimization.precision == "fp16" and on_servers, f"precision{in_parts}fp16"),
-            (self.run.device == "cuda" and strategy in SERVER_STRATEGIES,
-             f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda"),
-            (replicas is not None and strategy in ("local", "ps-async", "easgd-async"),
-             f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "
-             f"got {replicas}"),
-        )  # fmt: skip
+            self._check_planning(options)
+        check_rules(options, TRAINING)
+
+    def _options(self) -> Any:
+        """Return all options as the attributes of one object, and what rules between them ask besides."""
+        codec = self.compression.described
+        auto = self.planning.auto
+        others = {name: section for name, section in vars(self).items() if name != "compression"}
+        return options_of_sections(
+            *others.values(),
+            **codec.facts(),
+            all_reduce_name=self.wire.all_reduce_name,
+            reduce=str(self.wire.reduce),
+            outer=self.windows.outer or "average",
+            asked_outer=self.windows.outer,
+            asked=self.windows.asked,
+            corrects=codec.own_momentum > 0 and not self.in_windows,  # which have an outer optimizer's momentum
+            planned=f"{auto[0]} auto" if auto else "cluster",
+            searched=[name for name in auto if name != "fragments"],
+        )
 
     @property
     def in_windows(self) -> bool:
@@ -311,75 +311,14 @@ class TrainConfig:
         """Seconds that a rank waits for another one."""
         return DEFAULT_TIMEOUT if self.wire.timeout is None else self.wire.timeout
 
-    def _check_windows(self) -> None:
-        """Raise ``UserInputError`` for options of local steps without any, and for options that local steps refuse."""
-        windows = self.windows
-        if self.pipeline.strategy == "easgd-async":
-            windows.check_used(1, outer="elastic")
-            return
-        windows.check_used(self.pipeline.width)
-        if self.in_windows:
-            check_left_to_windows(self.wire, self.updates, windows.asked)
-            return
-        for name, value in differing(windows, but=("local_steps",)).items():
-            raise UserInputError(
-                f"{dashed(name)} must be left out without --local-steps or --outer, to which it belongs; got {value}"
-            )
-
-    def _check_late(self) -> None:
-        """Raise ``UserInputError`` for options about late gradients where the user has asked for width 1."""
-        pipeline = self.pipeline
-        if pipeline.width > 1 or "width" in (*self.planning.auto, *self.planning.chosen):
-            return
-        idle: dict[str, int] = {"guard": self.updates.guard}
-        if self.windows.local_steps == 1:  # else these are windows of one iteration
-            idle["warmup-iterations"] = self.updates.warmup_iterations
-        for name, value in idle.items():
-            if value:
-                raise UserInputError(
-                    f"{name} must be left out with --width 1, at which no gradient is late; got {value}"
-                )
-
-    def _check_planning(self) -> None:
+    def _check_planning(self, options: Any) -> None:
         """Raise ``UserInputError`` if the timing model is asked for something it does not cover."""
-        pipeline, codec, auto = self.pipeline, self.compression.codec, self.planning.auto
-        option = f"{auto[0]} auto" if auto else "cluster"
-        searched = [name for name in auto if name != "fragments"]
-        uncovered = f" must be left out with --{option}, since the timing model does not cover it; got "
-        chosen_by = " must be given with --reduce auto, which chooses by it; got auto"
-        refuse(
-            (pipeline.strategy != "pipelined",
-             f"strategy must be pipelined with --{option}; got {pipeline.strategy}"),
-            (searched and self.windows.local_steps > 1,
-             f"local-steps must be 1 with --{option}, which is chosen for an exchange in every iteration; "
-             f"got {self.windows.local_steps}"),
-            (self.wire.rate_limit is not None and self.planning.cluster is None,
-             f"cluster must be given with --{option} and --rate-limit, since a calibration before the run would use "
-             "the whole line; got none"),
-            (self.windows.outer is not None and (searched or self.windows.outer != "average"),
-             f"outer{uncovered}{self.windows.outer!r}"),
-            (self.windows.average_state, f"average-state{uncovered}True"),
-            (searched and self.windows.fragments > 1,
-             f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights; "
-             f"got {self.windows.fragments}"),
-            (self.wire.reduce == AUTO and "codec" in auto, f"codec{chosen_by}"),
-            (self.run.device != "cpu",
-             f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"),
-            (kind(codec) in ("powersgd", OWN),
-             f"codec must be another one with --{option}, since its times are not calibrated; got {codec}"),
-            (self.wire.all_reduce == "hierarchical",
-             f"all-reduce must be another one with --{option}, since links inside nodes are not calibrated; "
-             "got hierarchical"),
-        )  # fmt: skip
-        if "fragments" not in auto:
-            return
-        if searched:
-            raise UserInputError(f"{searched[0]} must be given with --fragments auto, which depends on it; got auto")
-        if pipeline.width == 1:
-            raise UserInputError("width must be at least 2 with --fragments auto, as width 1 hides no exchange; got 1")
-        check_divisible("fragments", AUTO, codec, "movement")
-        in_parts = dataclasses.replace(self.windows, fragments=2)
-        dataclasses.replace(self, windows=in_parts, planning=PlanningConfig())  # refuses what does not go with parts
+        check_rules(options, PLANNING)
+        if "fragments" in self.planning.auto:
+            options.fragments = AUTO
+            check_rules(options, PARTS)
+            in_parts = dataclasses.replace(self.windows, fragments=2)
+            dataclasses.replace(self, windows=in_parts, planning=PlanningConfig())  # refuses what goes with no parts
 
     def options(self) -> dict[str, Any]:
         """Return every option by its name on the command line, as a JSON value."""
@@ -428,10 +367,7 @@ class TrainConfig:
             if self.in_windows:
                 prediction = f", {self.windows.local_steps} local steps, outer {self.windows.outer or 'average'}"
                 prediction += f", {self.windows.fragments} fragments" if self.windows.fragments > 1 else ""
-            from pipesgd.codecs.own import codec_options  # imports torch, which takes seconds
-
-            codec = codec_options(self.compression).describe()
-            how = f"{self.wire.all_reduce_name} all-reduce{connections}, {codec}"
+            how = f"{self.wire.all_reduce_name} all-reduce{connections}, {self.compression.chosen().describe()}"
             return f"pipelined width {self.pipeline.width}{prediction}, {how}"
         pipeline = self.pipeline
         if pipeline.strategy == "ddp":
@@ -461,30 +397,6 @@ _REDUCED = {
     "auto": ", embeddings by rows and linear layers by factors where that sends less",
 }
 """Words for the exchange of gradients, by ``reduce``."""
-
-
-def check_whole(wire: Wire, windows: Windows, codec: str) -> None:
-    """Raise ``UserInputError`` if what this codec compresses as a whole is to leave in buckets or fragments."""
-    if wire.cut != WHOLE:
-        check_divisible("buckets", wire.buckets, codec, "gradient")
-    if windows.fragments > 1:
-        check_divisible("fragments", windows.fragments, codec, "movement")
-
-
-def check_left_to_windows(wire: Wire, updates: Updates, asked: str = "local steps") -> None:
-    """Raise ``UserInputError`` for options about gradients if windows of local steps are ``asked`` for."""
-    refuse(
-        (updates.prediction != "eager",
-         f"prediction must be left out with {asked}, since each rank expects its own movement; "
-         f"got {updates.prediction!r}"),
-        (updates.guard, f"guard must be left out with {asked}, since it judges averaged gradients; got True"),
-        (wire.cut != WHOLE,
-         f"buckets must be left out with {asked}, since a movement is complete only when its window ends; "
-         f"got {wire.buckets}"),
-        (wire.reduce != "matrix",
-         f"reduce must be left out with {asked}, since a movement is that of a whole window, and no gradient; "
-         f"got {wire.reduce!r}"),
-    )  # fmt: skip
 
 
 def sections_of(config: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Published systems in ``pipesgd.systems``, by name: each is imported when an option names it, and by nothing else."""
+"""Published systems, and PowerSGD, by name: each is imported when an option names it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import importlib
 from typing import Any
 
 HOMES = {
-    "topk": "exchanges.topk:TopKReducer",
-    "rows": "exchanges.rows:RowsReducer",
-    "factors": "exchanges.factors:FactorsReducer",
-    "fewest bytes": "exchanges.fewest_bytes:fewest_bytes",
-    "truncate16": "codecs.truncate16:Truncate16",
-    "ternary": "codecs.ternary:Ternary",
-    "qsgd": "codecs.qsgd:Qsgd",
-    "sign": "codecs.sign:Sign",
-    "elastic": "windows.elastic:ElasticAveraging",
-    "average state": "windows.average_state:AverageState",
-    "parameter servers": "servers.strategy:ParameterServers",
-    "elastic servers": "servers.elastic:ElasticServers",
+    "truncate16": "systems.codecs.truncate16:Truncate16",
+    "ternary": "systems.codecs.ternary:Ternary",
+    "qsgd": "systems.codecs.qsgd:Qsgd",
+    "sign": "systems.codecs.sign:Sign",
+    "topk": "systems.exchanges.topk:TopK",
+    "powersgd": "reducers.powersgd:PowerSgd",
+    "rows": "systems.exchanges.rows:RowsReducer",
+    "factors": "systems.exchanges.factors:FactorsReducer",
+    "fewest bytes": "systems.exchanges.fewest_bytes:fewest_bytes",
+    "elastic": "systems.windows.elastic:ElasticAveraging",
+    "average state": "systems.windows.average_state:AverageState",
+    "parameter servers": "systems.servers.strategy:ParameterServers",
+    "elastic servers": "systems.servers.elastic:ElasticServers",
 }
-"""Module in ``pipesgd.systems`` and class or function of each guest, by name."""
+"""Module in ``pipesgd`` and class or function of each guest, by name."""
 
 
 def guest(name: str) -> Any:
     """Return the class or function of ``HOMES`` with this name."""
     module, _, attribute = HOMES[name].partition(":")
-    return getattr(importlib.import_module(f"pipesgd.systems.{module}"), attribute)
+    return getattr(importlib.import_module(f"pipesgd.{module}"), attribute)

@@ -29,6 +29,7 @@ def option(
     choices: Sequence[str] = (),
     kind: Callable[[str], str] | None = None,
     read_by: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    named: str | None = None,
 ) -> Any:
     """Declare a field of a dataclass of options, which ``check_options`` checks.
 
@@ -40,8 +41,10 @@ def option(
         kind: function that returns the choice that a value stands for, if ``module:function`` is one of them, too.
         read_by: by the name of another field, its choices with which this option has an effect; with others, it must be
             left out. By default it always has one.
+        named: name of the option in messages; by default that of the field, with dashes.
     """
     declared = {"at_least": at_least, "above_zero": above_zero, "choices": choices, "kind": kind, "read_by": read_by}
+    declared["named"] = named
     return dataclasses.field(default=default, metadata=declared)
 
 
@@ -57,7 +60,7 @@ def check_values(section: Any) -> None:
     What a program may give in place of a name, such as a class or a function, is left to those who use it.
     """
     for item, rules, value in _declared(section):
-        name, kind = dashed(item.name), rules["kind"]
+        name, kind = rules["named"] or dashed(item.name), rules["kind"]
         if callable(value) or isinstance(value, Mapping):
             continue
         for one in () if value is None else value if isinstance(value, tuple) else (value,):

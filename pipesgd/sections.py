@@ -209,31 +209,6 @@ class Windows:
         if self.moving_rate is not None:
             check_moving_rate(self.moving_rate)
 
-    def check_used(self, width: int, outer: str | None = None) -> None:
-        """Raise ``UserInputError`` for values that windows at this width and with this outer optimizer do not use.
-
-        ``outer`` is by default that of these options, of which None stands for "average".
-        """
-        outer = outer or self.outer or "average"
-        for name, value, readers in (
-            ("outer-lr", self.outer_lr, ("average", "nesterov")),
-            ("outer-momentum", self.outer_momentum, ("nesterov",)),
-            ("moving-rate", self.moving_rate, ("elastic",)),
-        ):
-            if value is not None and outer not in readers:
-                raise UserInputError(f"{name} must be left out with --outer {outer}; got {value}")
-        if self.average_state and outer == "elastic":
-            raise UserInputError(
-                "average-state must be left out with --outer elastic, which averages no weights; got True"
-            )
-        if self.fragments > 1 and (outer != "average" or self.average_state):
-            other = "--average-state" if outer == "average" else f"--outer {outer}"
-            raise UserInputError(
-                f"fragments must be 1 with {other}, which needs all weights at once; got {self.fragments}"
-            )
-        if self.average_state and width > 1:
-            raise UserInputError(f"width must be 1 with --average-state, whose averages are never late; got {width}")
-
     @property
     def asked(self) -> str:
         """The option of the command that asks for windows, such as "--local-steps"; empty if none does."""
@@ -298,29 +273,3 @@ def check_parts(fragments: int, parameters: int) -> None:
     """Raise ``UserInputError`` unless there are ``parameters`` enough for the ``fragments``, which never split one."""
     if fragments > parameters:
         raise UserInputError(f"fragments must be at most {parameters}, the number of parameters; got {fragments}")
-
-
-def check_divisible(name: str, value: int | str, codec: str, what: str, whole: int | str = 1) -> None:
-    """Raise ``UserInputError`` if a codec compresses ``what`` as a whole, which the value of an option takes apart."""
-    if codec in ("topk", "powersgd"):
-        raise UserInputError(
-            f"{name} must be {whole} with --codec {codec}, which compresses the {what} as a whole; got {value}"
-        )
-
-
-def check_reduce(reduce: str, codec: str, all_reduce: str, device: str) -> None:
-    """Raise ``UserInputError`` unless gradients on this device can be reduced so, with this codec and all-reduce.
-
-    ``reduce`` is the option or, where parameters are named, a text about them.
-    """
-    if reduce == "matrix":
-        return
-    check_divisible("reduce", reduce, codec, "gradient", whole="matrix")
-    if all_reduce == "native":
-        raise UserInputError(
-            f"reduce must be matrix with --all-reduce native, in which torch sums whole gradients; got {reduce}"
-        )
-    if device == "cuda":
-        raise UserInputError(
-            f"reduce must be matrix with device cuda, on which rows and factors have not been tested; got {reduce}"
-        )

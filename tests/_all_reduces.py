@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import CodecOptions, codec_named
 from timing_model.schedules import SCHEDULES, Schedule, hierarchical
 
 ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
@@ -17,5 +17,5 @@ ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
 
 def options(codec: str, **others: Any) -> CodecOptions:
     """Return options with small blocks, so that a small buffer has many of them."""
-    block = {} if codec in ("fp32", "truncate16", "bf16", "fp16") else {"codec_block": 8}
-    return CodecOptions(codec=codec, **block, **others)
+    block = {} if codec in ("fp32", "truncate16", "bf16", "fp16") else {"block": 8}
+    return codec_named(codec, **block, **others)

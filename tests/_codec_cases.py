@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec, OwnCodec
-from pipesgd.codecs.blocks import Int4, Int8
-from pipesgd.codecs.floats import Bf16, Fp16
+from pipesgd.codecs.options import Bf16, CodecOptions, Fp16, Int4, Int8
 from pipesgd.systems.codecs.qsgd import Qsgd
 from pipesgd.systems.codecs.sign import Sign
 from pipesgd.systems.codecs.ternary import Ternary
@@ -22,7 +21,14 @@ LARGEST = float(np.finfo(np.float32).max)
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 2.0**-126, -(2.0**-101), 2.0**-100, LARGEST, -LARGEST, 65520.0, 1.0)
 BLOCKS = (1, 2, 3, 7, 8, 9, 32, 33, 64, 1025)
 
-FLOATS: tuple[Callable[[], Codec], ...] = (Truncate16, Bf16, Fp16)
+FLOATS: tuple[Callable[[], Codec], ...] = (Truncate16().make, Bf16().make, Fp16().make)
+
+
+def made(options: type[CodecOptions], *, stochastic: bool | None = None, **others: Any) -> Codec:
+    """Return the codec with these options; error feedback, which codecs leave to their callers, is off."""
+    if stochastic is not None:
+        others["rounding"] = "stochastic" if stochastic else "nearest"
+    return options(error_feedback=False, **others).make()
 
 
 class Half(OwnCodec):
@@ -45,12 +51,12 @@ def codecs(draw: st.DrawFn, kinds: tuple[str, ...] = ("float", "linear", "sign")
         return draw(st.sampled_from(FLOATS))()
     block = draw(st.sampled_from(BLOCKS))
     if kind == "sign":
-        return Sign(block=block)
+        return made(Sign, block=block)
     stochastic = draw(st.booleans())
     levels = draw(st.sampled_from([0, 1, 2, 7, 8, 127]))
     if levels:
-        return Qsgd(levels=levels, block=block, stochastic=stochastic)
-    return draw(st.sampled_from([Int8, Int4, Ternary]))(block=block, stochastic=stochastic)
+        return made(Qsgd, levels=levels, block=block, stochastic=stochastic)
+    return made(draw(st.sampled_from([Int8, Int4, Ternary])), block=block, stochastic=stochastic)
 
 
 @st.composite

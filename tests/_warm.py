@@ -15,10 +15,10 @@ TESTS = Path(__file__).resolve().parent
 # conftest.py: ranks are forked with what is imported here, and CI tests the installed wheel.
 sys.path[:] = [*(entry for entry in sys.path if entry), str(TESTS.parent), str(TESTS)]
 
+
 from experiments.forked_ranks import import_all  # noqa: E402 (found in the path only now)
 from pipesgd.cli import parse  # noqa: E402
-from pipesgd.codecs.make import make_codec  # noqa: E402
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions  # noqa: E402
+from pipesgd.codecs.options import DENSE_CODECS, codec_named  # noqa: E402
 from pipesgd.reducers.make import compile_loops  # noqa: E402
 
 IMPORTS = (
@@ -56,7 +56,7 @@ parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
 # On a machine without compiled loops, two processes of tests meet in the middle: each keeps them on disk for the other.
 backwards = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
 for codec in DENSE_CODECS[::-1] if backwards else DENSE_CODECS:
-    compile_loops(make_codec(CodecOptions(codec=codec), "cpu"), "cpu")
+    compile_loops(codec_named(codec).make("cpu"), "cpu")
 assert threading.active_count() == 1, "a process with threads cannot be forked"
 if sys.platform == "linux":
     _in_huge_pages()

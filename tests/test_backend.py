@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.backend import HANDED_ON, BackendOptions, PipesgdGroup, _Residuals
 from pipesgd.codecs.kernels import kernels_for
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, Fp32, codec_named
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
@@ -299,7 +299,7 @@ def _sums_with_every_codec(ranks: Ranks) -> list[tuple[str, bool]]:
     equal = []
     for number, name in enumerate(DENSE_CODECS):
         rounding = {"rounding": "nearest"} if name in ("ternary", "qsgd") else {}
-        options = CodecOptions(codec=name, **rounding)
+        options = codec_named(name, **rounding)
         connections = Connections("ring", ranks, timeout=ranks.timeout, segment_bytes=4096)
         expected = FlatBuffer([values(ranks.rank, number)])
         expected.fill_from([values(ranks.rank, number)])
@@ -515,10 +515,10 @@ STEPS = 40
 PLAIN = "gloo"
 CONTENDERS: dict[str, CodecOptions | None] = {
     PLAIN: None,
-    "fp32": CodecOptions(),
-    "int8": CodecOptions(codec="int8"),
-    "int4": CodecOptions(codec="int4"),
-    "int4 without error feedback": CodecOptions(codec="int4", error_feedback="off"),
+    "fp32": Fp32(),
+    "int8": codec_named("int8"),
+    "int4": codec_named("int4"),
+    "int4 without error feedback": codec_named("int4", error_feedback=False),
 }
 
 
@@ -569,7 +569,7 @@ def test_ddp_trains_with_compressed_sums() -> None:
     [
         ({"codec": "int9"}, "codec must be one of fp32, .*; got 'int9' \\(did you mean int8\\?\\)"),
         ({"codec": "topk"}, "codec must be one of fp32, .*; got 'topk'"),
-        ({"codec": CodecOptions(codec="powersgd")}, "codec must be one of fp32, .*; got 'powersgd'"),
+        ({"codec": codec_named("powersgd")}, "codec must be one of fp32, .*; got 'powersgd'"),
         ({"all_reduce": "native"}, "all-reduce must be one of ring, .*; got 'native'"),
         ({"least_bytes": 7}, "least-bytes must be at least 8; got 7"),
         ({"segment_bytes": 0}, "segment-bytes must be at least 1; got 0"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.cli import parse
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import CodecOptions, Fp32, codec_named
 from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.data import ShardedBatches
 from pipesgd.data.samples import Batch, BatchedDataset
@@ -35,15 +35,15 @@ from pipesgd.systems.exchanges.topk import TopKReducer
 pytestmark = pytest.mark.slow
 
 CODECS = [  # those that work on fake tensors: kernels of the others need a real GPU
-    CodecOptions(),
-    CodecOptions(codec="topk", momentum_correction=0.5),
-    CodecOptions(codec="powersgd"),
+    Fp32(),
+    codec_named("topk", momentum_correction=0.5),
+    codec_named("powersgd"),
 ]
 
 
 def _pipeline(ranks: Ranks, options: dict[str, Any]) -> tuple[list[nn.Parameter], Pipelined]:
     parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((20, 30), (7,))]
-    momentum = 0.0 if isinstance(options.get("codec"), CodecOptions) and options["codec"].momentum_correction else 0.9
+    momentum = 0.0 if isinstance(options.get("codec"), CodecOptions) and options["codec"].own_momentum else 0.9
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
     return parameters, Pipelined(nn.ParameterList(parameters), optimizer, width=3, ranks=ranks, **sections(**options))
 

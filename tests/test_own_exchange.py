@@ -167,10 +167,6 @@ def test_a_run_with_both_is_resumed_bit_for_bit(tmp_path: Path, folder: Path) ->
         ("--all-reduce exchange:fails", "all-reduce must be made by exchange:fails without an error; got ZeroDivision"),
         ("--all-reduce exchange:unlike", "schedules of exchange:unlike must be the same on all ranks; got "),
         ("--all-reduce exchange:rings", "all-reduce must be a function of exchange; got exchange:rings, which it does"),
-        (
-            "--codec topk --all-reduce exchange:ring",
-            "all-reduce must be ring with --codec topk, whose values are",
-        ),
     ],
 )
 def test_what_does_not_work_is_refused_before_anything_is_written(

@@ -21,14 +21,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import pipesgd
-from pipesgd import CodecOptions, CommunicationError, Pipelined, Ranks, StepReport, Updates, Wire
+from pipesgd import CommunicationError, Int4, Pipelined, Ranks, StepReport, Updates, Wire
 from pipesgd.backend import BackendOptions
 from pipesgd.ddp import attach, compress
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ddp_model: DistributedDataParallel) -> StepReport:
     try:
-        with Pipelined(model, optimizer, width=2, codec=CodecOptions(codec="int4", codec_block=256)) as pipeline:
+        with Pipelined(model, optimizer, width=2, codec=Int4(block=256)) as pipeline:
             reveal_type(pipeline)  # pipesgd.pipeline.pipelined.Pipelined
             report = pipeline.step()
             reveal_type(report.applied)  # tuple[int, ...]
@@ -43,7 +43,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ddp_model: D
     reveal_type(attached)  # pipesgd.ddp.attached.AttachedPipeline
     reveal_type(attached.report)  # pipesgd.strategy.StepReport
     reveal_type(compress(ddp_model))  # pipesgd.ddp.compressed.CompressedBuckets
-    reveal_type(CodecOptions(codec="sign").gives_back)  # bool
+    reveal_type(Int4().gives_back)  # bool
     reveal_type(BackendOptions(codec="int8"))  # pipesgd.backend.BackendOptions
     reveal_type(pipesgd.Ranks)  # def (rank: int, world_size: int
     return report
@@ -52,13 +52,13 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ddp_model: D
 
 WRONG = """
 import torch
-from pipesgd import CodecOptions, Pipelined, Pipelnied, Updates
+from pipesgd import Int4, Pipelined, Pipelnied, Updates
 
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 Pipelined(model, optimizer, widht=2)
 Pipelined(model, optimizer, width="2")
-CodecOptions(codec=8)
+Int4(block="8")
 Pipelined(model, optimizer).step().aplied
 Updates(on_nonfinite="skp")
 """

@@ -13,8 +13,7 @@ from torch import Tensor
 from pipesgd.calibration.robust_fit import Floats, median_of
 from pipesgd.calibration.sweep import finish_part
 from pipesgd.codecs.base import Codec
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.guests import guest
@@ -58,7 +57,7 @@ def measure(names: Sequence[str], seconds: float, advance: Callable[[float], Non
     Codecs have the default options of training. Decoding is timed with what training does to every sum in the same
     pass, the mean and the check that it is finite; for fp32, "decode" is only that.
     """
-    kinds = {name: CodecOptions(codec=name) for name in ("fp32", *names) if name != TOPK}
+    kinds = {name: codec_named(name) for name in ("fp32", *names) if name != TOPK}
     topk = _TopK() if TOPK in names else None
     values = torch.full((MEMORY_NUMEL,), 1e-3, dtype=torch.float32)
     residual = torch.zeros(MEMORY_NUMEL, dtype=torch.float32)
@@ -66,7 +65,7 @@ def measure(names: Sequence[str], seconds: float, advance: Callable[[float], Non
     found: dict[str, Times] = {name: {} for name in kinds}
     for number in range(MOST_ROUNDS):
         for index, (name, options) in enumerate(kinds.items()):
-            codec = make_codec(options)
+            codec = options.make()
             _round(found[name], codec, values, residual if options.gives_back else None, first=number == 0)
             if number < LEAST_ROUNDS:
                 advance((number + (index + 1) / len(kinds)) / LEAST_ROUNDS * 0.9)
@@ -99,7 +98,7 @@ def summarize(name: str, everybody: Sequence[Times]) -> CodecSpeed:
 
 def bits_of(name: str) -> float:
     """Return the bits of a value on the wire, scales included, with this dense codec."""
-    return 8 * make_codec(CodecOptions(codec=name)).wire_bytes(MEMORY_NUMEL) / MEMORY_NUMEL
+    return 8 * codec_named(name).make().wire_bytes(MEMORY_NUMEL) / MEMORY_NUMEL
 
 
 def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Estimate:
@@ -161,10 +160,7 @@ class _TopK:
     def __init__(self) -> None:
         self._gradient = torch.randn(TOPK_NUMEL, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         self._buffer = FlatBuffer([self._gradient])
-        density = CodecOptions(codec=TOPK).density
-        self._reducers = [
-            guest(TOPK)(_Repeat(parts), rank=0, world_size=parts, density=density) for parts in (1, ADDED)
-        ]
+        self._reducers = [guest(TOPK)().sums(_Repeat(parts), rank=0, world_size=parts) for parts in (1, ADDED)]
         self._times: dict[str, list[float]] = {"encode": [], "add": []}
         self._seconds()  # allocates residuals and memory
 
@@ -206,5 +202,4 @@ def _summarize_topk(everybody: Sequence[Times]) -> CodecSpeed:
     memory = dict.fromkeys(OPERATIONS, nothing)  # a part is neither decoded nor encoded again for a hop
     for operation in ("encode", "add"):
         memory[operation] = median_of(np.concatenate([times["memory"][operation] for times in everybody]))
-    bits = 32 * guest(TOPK).NUMBERS_PER_VALUE * CodecOptions(codec=TOPK).density
-    return CodecSpeed(bits=bits, call=nothing, memory=memory, gathered=True)
+    return CodecSpeed(bits=guest(TOPK)().bits, call=nothing, memory=memory, gathered=True)

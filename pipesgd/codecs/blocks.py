@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pipesgd.codecs.base import FusedCodec
 from pipesgd.codecs.kernels import kernels_for
-from pipesgd.codecs.kernels.kinds import ABSMAX
 
 
 class Linear(FusedCodec):
@@ -23,14 +22,23 @@ class Linear(FusedCodec):
     by at most 2**-16 or 2**-9 of the scale, up as often as down. Levels are one scale apart: the error of a value is at
     most half the scale, and below the scale with stochastic rounding, plus what is clipped.
 
-    Two errors come on top of those stated here and below. Float32 rounds the scale and its products: 2**-22 of the
-    largest magnitude of the block. And a block whose largest magnitude is below 2**-100 is sent as zeros.
+    Two errors come on top of those stated here and by the codecs' options. Float32 rounds the scale and its products:
+    2**-22 of the largest magnitude of the block. And a block whose largest magnitude is below 2**-100 is sent as zeros.
     """
 
-    name: str
-    _rule: int
-
-    def __init__(self, *, bits: int, levels: int, block: int, stochastic: bool, clip: float = 0.0, device: str = "cpu"):
+    def __init__(
+        self,
+        name: str,
+        *,
+        bits: int,
+        levels: int,
+        block: int,
+        stochastic: bool,
+        rule: int,
+        clip: float = 0.0,
+        device: str = "cpu",
+    ):
+        self.name = name
         self.block = block
         self.unbiased = stochastic
         self._bits = bits
@@ -39,7 +47,7 @@ class Linear(FusedCodec):
             "bits": bits,
             "block": block,
             "levels": levels,
-            "rule": self._rule,
+            "rule": rule,
             "clip": clip,
             "stochastic": stochastic,
         }
@@ -55,32 +63,3 @@ class Linear(FusedCodec):
 
     def _decode(self, wire: Tensor, values: Tensor, *, add: bool) -> None:
         self._kernels.decode_linear(wire, values, add=add, **self._decoding)
-
-
-class Int8(Linear):
-    """Eight bits a value, -127 to 127 times largest magnitude / 127: Pipe-SGD's quantization (Li et al., 2018, "Q").
-
-    It takes 8 + 32 / block bits a value. Each block has its own scale: a few outliers would set the range of a whole
-    tensor. The error of a value is at most 1/254 of the largest magnitude of its block; with stochastic rounding it is
-    at most 1/127, and unbiased.
-    """
-
-    name = "int8"
-    _rule = ABSMAX
-
-    def __init__(self, *, block: int = 1024, stochastic: bool = False, device: str = "cpu"):
-        super().__init__(bits=8, levels=127, block=block, stochastic=stochastic, device=device)
-
-
-class Int4(Linear):
-    """Four bits a value, -7 to 7 times the largest magnitude / 7, a scale for each block (Dettmers, ICLR 2016).
-
-    It takes 4 + 32 / block bits a value. The error of a value is at most 1/14 of the largest magnitude of its block;
-    with stochastic rounding it is at most 1/7, and unbiased.
-    """
-
-    name = "int4"
-    _rule = ABSMAX
-
-    def __init__(self, *, block: int = 256, stochastic: bool = False, device: str = "cpu"):
-        super().__init__(bits=4, levels=7, block=block, stochastic=stochastic, device=device)

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from pipesgd.codecs.base import FusedCodec
 from pipesgd.codecs.kernels import kernels_for
-from pipesgd.codecs.kernels.kinds import BF16, FP16
+from pipesgd.codecs.kernels.kinds import BF16, FP16, TRUNCATE16
+
+KINDS = {"truncate16": TRUNCATE16, "bf16": BF16, "fp16": FP16}
+"""Kinds of sixteen-bit floats, by codec."""
 
 
 class Uncompressed:
@@ -37,15 +40,15 @@ class Uncompressed:
         self.decode_add(received, values)
 
 
-class Sixteen(FusedCodec):
-    """Shared parts of the codecs that send sixteen bits a value."""
+class SixteenBits(FusedCodec):
+    """Floats of sixteen bits, of one of the kinds in ``KINDS``."""
 
-    name: str
     block = 32  # messages begin at whole cache lines
     unbiased = False
-    _kind: int
 
-    def __init__(self, device: str = "cpu"):
+    def __init__(self, name: str, device: str = "cpu"):
+        self.name = name
+        self._kind = KINDS[name]
         self._kernels: ModuleType = kernels_for(device)
 
     def wire_bytes(self, numel: int) -> int:
@@ -56,25 +59,3 @@ class Sixteen(FusedCodec):
 
     def _decode(self, wire: Tensor, values: Tensor, *, add: bool) -> None:
         self._kernels.decode_16(wire, values, kind=self._kind, add=add)
-
-
-class Bf16(Sixteen):
-    """bfloat16, rounded to nearest, ties to even (Kalamkar et al., 2019, "A Study of BFLOAT16").
-
-    It takes 16 bits a value. Rounding to nearest is deterministic: biased for a given value, but not toward zero. The
-    error of a value x is at most 2**-8 |x| (2**-134 for denormals). Values that round beyond 3.39e38 become infinite.
-    """
-
-    name = "bf16"
-    _kind = BF16
-
-
-class Fp16(Sixteen):
-    """IEEE half precision, rounded to nearest, ties to even (IEEE 754-2008; Micikevicius et al., ICLR 2018).
-
-    It takes 16 bits a value. Rounding is deterministic, hence biased for a given value. The error of a value x is at
-    most 2**-11 |x|, and at most 2**-25 for |x| below 2**-14. Sums of 65520 and more become infinite.
-    """
-
-    name = "fp16"
-    _kind = FP16

@@ -1,13 +1,20 @@
-"""Options of the codec, with their checks."""
+"""Codecs as a training loop names them: one frozen object each, which holds its options, checks them and makes it.
+
+Those of published systems, and PowerSGD, are next to what they do: ``codec_named`` imports them when they are named.
+"""
 
 from __future__ import annotations
 
+from abc import ABC
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipesgd.checks import one_of, refuse
-from pipesgd.errors import UserInputError
-from pipesgd.functions import OWN, check_function, kind
-from pipesgd.options import check_read, check_values, option
+from pipesgd.checks import check_one_of, refuse
+from pipesgd.guests import guest
+from pipesgd.options import check_values, option
+
+if TYPE_CHECKING:
+    from pipesgd.codecs.base import Codec
 
 FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
 BLOCK_CODECS = ("int8", "int4", "ternary", "qsgd", "sign")
@@ -15,139 +22,220 @@ DENSE_CODECS = FLOAT_CODECS + BLOCK_CODECS
 """Names of the codecs that every hop of an all-reduce can decode, add up and encode."""
 CODECS = (*DENSE_CODECS, "topk", "powersgd")
 ROUNDINGS = ("nearest", "stochastic")
-ON_OFF = ("on", "off")
 NATIVE_CODECS = ("fp32", "bf16", "fp16", "powersgd")
 """Names of the codecs whose values, or factors, torch's own all-reduce can add up."""
 
 MAX_BLOCK = 1 << 20
-MAX_LEVELS = 127
-DEFAULT_BLOCKS = {"int8": 1024, "int4": 256, "ternary": 1024, "qsgd": 64, "sign": 1024}
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodecOptions:
-    """Options of the codec that encodes gradients."""
+@dataclass(frozen=True)
+class CodecOptions(ABC):
+    """A codec with its options, which is what ``codec=`` takes: ``Int4(block=64)``, for instance, or ``TopK(0.01)``.
 
-    codec: str = option("fp32", choices=CODECS, kind=kind)
-    """Encoding of gradients: fp32 (unchanged), truncate16, bf16, fp16, int8, int4, ternary (about 2 bits a value),
-    qsgd (4), sign (1), topk (the largest values of a tensor), powersgd (low-rank factors) or module:function (returns
-    an OwnCodec); auto chooses one (see --cluster)."""
-    codec_block: int | None = option(None, at_least=1, read_by={"codec": (*BLOCK_CODECS, OWN)})
-    """Number of values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
-    rounding: str | None = option(None, choices=ROUNDINGS, read_by={"codec": ("int8", "int4", "ternary", "qsgd", OWN)})
-    """Rounding of int8, int4, ternary and qsgd: nearest, or stochastic (unbiased). The default for ternary and qsgd is
-    stochastic, as in their papers, unless --error-feedback is on."""
-    error_feedback: str | None = option(None, choices=ON_OFF, read_by={"codec": (*DENSE_CODECS[1:], OWN)})
-    """Error feedback, on or off: add what a rank's encodings leave out to its gradient of the next iteration. On by
-    default below 8 bits a value where rounding is to nearest: int4, sign."""
-    qsgd_levels: int = option(7, at_least=1, read_by={"codec": ("qsgd",)})
-    """Levels of --codec qsgd: up to 1, 7 or 127 take 2, 4 or 8 bits."""
-    density: float = option(0.01, above_zero=True, read_by={"codec": ("topk",)})
-    """Share of the values that --codec topk sends."""
-    density_warmup: int = option(0, at_least=0, read_by={"codec": ("topk",)})
-    """Iterations in which --codec topk lowers the density from a quarter to --density, by a constant factor."""
-    momentum_correction: float = option(0.0, at_least=0, read_by={"codec": ("topk",)})
-    """Momentum that --codec topk applies before it selects values (with --momentum 0 for the optimizer; with
-    --local-steps it is momentum of movements, and the optimizer keeps its own)."""
-    low_rank: int = option(4, at_least=1, read_by={"codec": ("powersgd",)})
-    """Rank of the factors that --codec powersgd sends for a matrix."""
+    Messages call options as the command does.
+    """
+
+    name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        check_function("codec", self.codec, kind(self.codec), (*CODECS, OWN))
-        check_read(self)
         check_values(self)
-        refuse(
-            ((self.codec_block or 0) > MAX_BLOCK, f"codec-block must be at most {MAX_BLOCK}; got {self.codec_block}"),
-            (self.qsgd_levels > MAX_LEVELS, f"qsgd-levels must be at most {MAX_LEVELS}; got {self.qsgd_levels}"),
-            (self.density > 1, f"density must be at most 1; got {self.density}"),
-            (self.momentum_correction >= 1, f"momentum-correction must be below 1; got {self.momentum_correction}"),
-            (self.codec == "ternary" and self.stochastic and self.gives_back,
-             "error-feedback must be off with --codec ternary --rounding stochastic, whose errors are larger than "
-             "most values: residuals would grow until they are not finite; got on"),
-        )  # fmt: skip
-        if self.codec == "qsgd" and self.gives_back:
-            most = ((1 if self.stochastic else 2) * self.qsgd_levels) ** 2 - 1
-            refuse(
-                (most == 0,
-                 "error-feedback must be off with --codec qsgd --qsgd-levels 1 --rounding stochastic, or residuals can "
-                 "grow without end; got on"),
-                (self.block > most,
-                 f"codec-block must be at most {most} with --codec qsgd --qsgd-levels {self.qsgd_levels} "
-                 f"--error-feedback on, or residuals can grow without end; got {self.block}"),
-            )  # fmt: skip
+        feedback = getattr(self, "error_feedback", None)
+        refuse((feedback not in (None, False, True), f"error-feedback must be True or False; got {feedback!r}"))
+
+    @property
+    def codec(self) -> str:
+        """Name of the codec, as ``--codec`` has it."""
+        return self.name
 
     @property
     def stochastic(self) -> bool:
-        """True if rounding is stochastic."""
-        if self.rounding is None:
-            return self.codec in ("ternary", "qsgd") and self.error_feedback != "on"
-        return self.rounding == "stochastic"
+        """True if values are rounded up or down at random."""
+        return False
 
     @property
     def gives_back(self) -> bool:
         """True if a residual is kept and added in the next iteration."""
-        if self.error_feedback is None:
-            few_bits = self.codec in BLOCK_CODECS and self.codec != "int8" and self.qsgd_levels <= 7
-            return few_bits and not self.stochastic
-        return self.error_feedback == "on"
+        return False
 
     @property
-    def block(self) -> int:
-        """Number of values that share a scale."""
-        return self.codec_block or DEFAULT_BLOCKS[self.codec]
+    def own_momentum(self) -> float:
+        """Momentum that the codec applies in place of the optimizer's; 0 for none."""
+        return 0.0
 
-    def check_all_reduce(self, all_reduce: str) -> None:
-        """Raise ``UserInputError`` unless the codec works with this all-reduce."""
-        if all_reduce == "native" and self.codec not in NATIVE_CODECS:
-            raise UserInputError(
-                f"codec must be {one_of(NATIVE_CODECS)} with --all-reduce native, in which torch sums; got {self.codec}"
-            )
-        if all_reduce == "native" and self.error_feedback == "on":
-            raise UserInputError("error-feedback must be off with --all-reduce native, in which torch rounds; got on")
-        if self.codec == "topk" and all_reduce != "ring":
-            raise UserInputError(
-                f"all-reduce must be ring with --codec topk, whose values are gathered around it; got {all_reduce}"
-            )
-
-    def check_outer(self, outer: str) -> None:
-        """Raise ``UserInputError`` unless the codec works with this outer optimizer of local steps.
-
-        Elastic averaging needs a codec that keeps no residual. What an encoding leaves out of a difference from the
-        centre is still in the next one, since the centre has not moved by it. A residual would add it a second time,
-        and again in every window in which the value is left out.
-        """
-        if outer == "nesterov" and self.momentum_correction > 0:
-            raise UserInputError(
-                "momentum-correction must be 0 with --outer nesterov, whose momentum it would replace; got "
-                f"{self.momentum_correction}"
-            )
-        if outer != "elastic":
-            return
-        if self.codec in ("topk", "powersgd"):
-            raise UserInputError(
-                "codec must keep no residual with --outer elastic, whose next difference has what was left out of this "
-                f"one; got {self.codec}"
-            )
-        if self.gives_back:
-            default = "" if self.error_feedback == "on" else f", the default of {self.codec}"
-            raise UserInputError(
-                "error-feedback must be off with --outer elastic, whose next difference has what was left out of this "
-                f"one; got on{default}"
-            )
+    def make(self, device: str = "cpu") -> Codec:
+        """Return the codec for tensors on this kind of device ("cpu" or "cuda")."""
+        raise AssertionError(f"{self.codec} is no codec of single values")
 
     def describe(self) -> str:
         """Describe the codec in a few words."""
-        words = [self.codec]
-        if self.codec in BLOCK_CODECS:
-            words.append(f"in blocks of {self.block}")
-        if self.codec == "qsgd":
-            words.append(f"with {self.qsgd_levels} levels")
-        if self.codec == "topk":
-            words.append(f"with density {self.density:g}")
-        if self.codec == "powersgd":
-            words.append(f"of rank {self.low_rank}")
-        if self.stochastic:
-            words.append("rounded stochastically")
-        if self.gives_back:
-            words.append("with error feedback")
-        return " ".join(words)
+        return " ".join([self.codec, *self._words()])
+
+    def _words(self) -> list[str]:
+        words = ["rounded stochastically"] * self.stochastic
+        return [*words, *["with error feedback"] * self.gives_back]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what rules between options ask about the codec (``pipesgd.rules``)."""
+        return {
+            "codec": self.codec,
+            "gives_back": self.gives_back,
+            "error_feedback": getattr(self, "error_feedback", None),
+            "own_momentum": self.own_momentum,
+        }
+
+
+@dataclass(frozen=True)
+class Fp32(CodecOptions):
+    """Values as they are, of any dtype; float32 takes 32 bits. Exact."""
+
+    name: ClassVar[str] = "fp32"
+
+    def make(self, device: str = "cpu") -> Codec:
+        from pipesgd.codecs.floats import Uncompressed
+
+        return Uncompressed()
+
+
+@dataclass(frozen=True)
+class Sixteen(CodecOptions):
+    """Shared parts of the codecs that send sixteen bits a value."""
+
+    error_feedback: bool = False
+    """True to add what a rank's encodings leave out to its gradient of the next iteration."""
+
+    @property
+    def gives_back(self) -> bool:
+        return self.error_feedback
+
+    def make(self, device: str = "cpu") -> Codec:
+        from pipesgd.codecs.floats import SixteenBits
+
+        return SixteenBits(self.codec, device)
+
+
+@dataclass(frozen=True)
+class Bf16(Sixteen):
+    """bfloat16, rounded to nearest, ties to even (Kalamkar et al., 2019, "A Study of BFLOAT16").
+
+    It takes 16 bits a value. Rounding to nearest is deterministic: biased for a given value, but not toward zero. The
+    error of a value x is at most 2**-8 |x| (2**-134 for denormals). Values that round beyond 3.39e38 become infinite.
+    """
+
+    name: ClassVar[str] = "bf16"
+
+
+@dataclass(frozen=True)
+class Fp16(Sixteen):
+    """IEEE half precision, rounded to nearest, ties to even (IEEE 754-2008; Micikevicius et al., ICLR 2018).
+
+    It takes 16 bits a value. Rounding is deterministic, hence biased for a given value. The error of a value x is at
+    most 2**-11 |x|, and at most 2**-25 for |x| below 2**-14. Sums of 65520 and more become infinite.
+    """
+
+    name: ClassVar[str] = "fp16"
+
+
+@dataclass(frozen=True)
+class Blocks(CodecOptions):
+    """Shared parts of the codecs of whole numbers times a scale for each block of values.
+
+    Subclasses say the defaults of ``block`` and of what is None here: rounding is to nearest, and error feedback is on
+    below 8 bits a value if rounding is to nearest.
+    """
+
+    block: int = option(1024, at_least=1, named="codec-block")
+    """Number of values that share a scale."""
+    rounding: str | None = option(None, choices=ROUNDINGS)
+    """Rounding: nearest, or stochastic (unbiased)."""
+    error_feedback: bool | None = None
+    """True to add what a rank's encodings leave out to its gradient of the next iteration."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse((self.block > MAX_BLOCK, f"codec-block must be at most {MAX_BLOCK}; got {self.block}"))
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+    @property
+    def gives_back(self) -> bool:
+        return not self.stochastic if self.error_feedback is None else self.error_feedback
+
+    def _words(self) -> list[str]:
+        return [f"in blocks of {self.block}", *super()._words()]
+
+    def _linear(self, device: str, *, bits: int, levels: int, rule: int | None = None, clip: float = 0.0) -> Codec:
+        from pipesgd.codecs.blocks import Linear
+        from pipesgd.codecs.kernels.kinds import ABSMAX
+
+        return Linear(
+            self.codec,
+            bits=bits,
+            levels=levels,
+            block=self.block,
+            stochastic=self.stochastic,
+            rule=ABSMAX if rule is None else rule,
+            clip=clip,
+            device=device,
+        )
+
+
+@dataclass(frozen=True)
+class Int8(Blocks):
+    """Eight bits a value, -127 to 127 times largest magnitude / 127: Pipe-SGD's quantization (Li et al., 2018, "Q").
+
+    It takes 8 + 32 / block bits a value. Each block has its own scale: a few outliers would set the range of a whole
+    tensor. The error of a value is at most 1/254 of the largest magnitude of its block; with stochastic rounding it is
+    at most 1/127, and unbiased. Error feedback is off by default.
+    """
+
+    name: ClassVar[str] = "int8"
+
+    @property
+    def gives_back(self) -> bool:
+        return bool(self.error_feedback)
+
+    def make(self, device: str = "cpu") -> Codec:
+        return self._linear(device, bits=8, levels=127)
+
+
+@dataclass(frozen=True)
+class Int4(Blocks):
+    """Four bits a value, -7 to 7 times the largest magnitude / 7, a scale for each block (Dettmers, ICLR 2016).
+
+    It takes 4 + 32 / block bits a value. The error of a value is at most 1/14 of the largest magnitude of its block;
+    with stochastic rounding it is at most 1/7, and unbiased.
+    """
+
+    name: ClassVar[str] = "int4"
+    block: int = option(256, at_least=1, named="codec-block")
+
+    def make(self, device: str = "cpu") -> Codec:
+        return self._linear(device, bits=4, levels=7)
+
+
+_HERE: dict[str, type[CodecOptions]] = {one.name: one for one in (Fp32, Bf16, Fp16, Int8, Int4)}
+
+
+def codec_class(name: str) -> type[CodecOptions]:
+    """Return the class of the built-in codec with this name.
+
+    Raises:
+        UserInputError: there is no such codec.
+    """
+    check_one_of("codec", name, CODECS)
+    found: type[CodecOptions] = _HERE[name] if name in _HERE else guest(name)
+    return found
+
+
+def codec_named(name: str, **options: Any) -> CodecOptions:
+    """Return the built-in codec with this name and these options.
+
+    Raises:
+        UserInputError: there is no such codec, or an option has a value that is not allowed.
+
+    >>> codec_named("int8", rounding="stochastic").describe()
+    'int8 in blocks of 1024 rounded stochastically'
+    """
+    return codec_class(name)(**options)

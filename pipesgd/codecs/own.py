@@ -2,63 +2,81 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipesgd.codecs.base import OwnCodec
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.base import Codec, OwnCodec
+from pipesgd.codecs.options import CODECS, CodecOptions, codec_named
 from pipesgd.errors import UserInputError
-from pipesgd.functions import OWN, call, check_used, function_of, in_one_line, kind
+from pipesgd.functions import OWN, call, check_function, check_used, function_of, in_one_line, kind
 
 SIZES = (1, 2, 63, 1000)
 """Numbers of values that a codec is tried on, in addition to one block and a part of the next one."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class OwnCodecOptions(CodecOptions):
-    """Options of a codec of the user's own, with the codec itself; ``codec`` is its name."""
+    """A codec of the user's own, with what is asked for in place of its own choices."""
 
     made: OwnCodec
     """The codec."""
+    named: str = ""
+    """Name of the codec, by default that of its class."""
+    rounding: str | None = None
+    """Rounding that the codec was asked for."""
+    error_feedback: bool | None = None
+    """True or False where the codec's own choice, ``gives_back``, does not count."""
 
-    def __post_init__(self) -> None:
-        """Check nothing: the options that name the codec have been checked."""
+    @property
+    def codec(self) -> str:
+        return self.named or self.made.name
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "stochastic"
 
     @property
     def gives_back(self) -> bool:
-        """True if a residual is kept and added in the next iteration."""
-        return self.made.gives_back if self.error_feedback is None else self.error_feedback == "on"
+        return self.made.gives_back if self.error_feedback is None else self.error_feedback
+
+    def make(self, device: str = "cpu") -> Codec:
+        return self.made
 
 
 def codec_options(codec: str | CodecOptions | OwnCodec) -> CodecOptions:
-    """Return the options of a codec that is given by its name, by its options, or as an object.
-
-    A codec of the user's own is made, and comes with its options.
+    """Return a codec with its options that is given so, by its name, or as an object of the user's own.
 
     Raises:
-        UserInputError: there is no such codec; or a function of the user's own fails, does not read one of the options,
-            or makes no codec.
+        UserInputError: there is no such codec; or a function of the user's own fails or makes no codec.
     """
     if isinstance(codec, OwnCodec):
-        return OwnCodecOptions(codec=codec.name, made=codec)
-    chosen = CodecOptions(codec=codec) if isinstance(codec, str) else codec
-    name = chosen.codec
-    if kind(name) != OWN or isinstance(chosen, OwnCodecOptions):
-        return chosen
+        return OwnCodecOptions(codec)
+    if not isinstance(codec, str):
+        return codec
+    check_function("codec", codec, kind(codec), (*CODECS, OWN))
+    return own_codec(codec) if kind(codec) == OWN else codec_named(codec)
+
+
+def own_codec(
+    name: str, *, block: int | None = None, rounding: str | None = None, error_feedback: bool | None = None
+) -> OwnCodecOptions:
+    """Return the codec that the function ``name`` of the user's own makes, from those options that it reads.
+
+    Raises:
+        UserInputError: the function fails, does not read one of the options, or makes no codec.
+    """
     function = function_of("codec", name, {})
-    offered = {"codec_block": chosen.codec_block, "rounding": chosen.rounding}
+    offered = {"codec_block": block, "rounding": rounding}
     check_used("codec", name, function, {option: value for option, value in offered.items() if value is not None})
     made = call("codec", name, function, offered)
     if not isinstance(made, OwnCodec):
         raise UserInputError(
             f"codec must be made by {name} as a pipesgd.codecs.base.OwnCodec; got {type(made).__name__}"
         )
-    given = {item.name: getattr(chosen, item.name) for item in dataclasses.fields(CodecOptions)}
-    return OwnCodecOptions(**given, made=made)
+    return OwnCodecOptions(made, name, rounding, error_feedback)
 
 
 def try_codec(name: str, codec: OwnCodec, device: str) -> str:

@@ -33,6 +33,7 @@ from pipesgd.ranks import current
 from pipesgd.reducers.base import mean_over_ranks
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.reducers.make import compiled_codec, dense_reducer
+from pipesgd.rules import CODEC, check_rules, options_of_sections
 from pipesgd.sections import Wire, differing
 from pipesgd.strategy import Span, StepReport
 
@@ -52,7 +53,8 @@ def compress(
 
     Args:
         ddp_model: a model in DistributedDataParallel without a communication hook.
-        codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``; all but topk and powersgd.
+        codec: encoding of gradients: a name, an object such as ``Int4(64)``, or an ``OwnCodec``; all but topk and
+            powersgd.
         wire: how gradients travel, as in ``pipesgd.Pipelined``, without ``rate_limit``, ``buckets`` and ``reduce``. The
             timeout is by default that of operations of ``process_group``: half an hour with gloo, unless the group was
             made with another one.
@@ -93,7 +95,7 @@ class CompressedBuckets:
         check_model(ddp_model)
         check_dense_embeddings(ddp_model)
         check_one_of("codec", kind(options.codec), (*DENSE_CODECS, OWN))
-        options.check_all_reduce(wire.all_reduce_name)
+        check_rules(options_of_sections(all_reduce_name=wire.all_reduce_name, **options.facts()), CODEC)
         for name, value in differing(wire, but=("all_reduce", "segment_bytes", "connections", "timeout")).items():
             raise UserInputError(f"{name} must be left out of compress, which sums torch's buckets; got {value!r}")
         check_at_least("seed", seed, 0)

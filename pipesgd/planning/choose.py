@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.planning.planned import Choices, Planned, choices_of
@@ -297,7 +297,7 @@ def unmeasured(config: TrainConfig) -> list[str]:
     found = []
     if config.wire.connections > 1:
         found.append(f"{config.wire.connections} connections; measured: 1")
-    if config.compression != CodecOptions(codec=config.compression.codec):
+    if config.compression != CompressionConfig(codec=config.compression.codec):
         found.append(f"{config.compression.codec} with options of its own; measured: as it is by default")
     return found
 

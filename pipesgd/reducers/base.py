@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
+from pipesgd.comm.connections import Connections
 from pipesgd.flat_buffer import FlatBuffer, check_sizes, sizes_of_flats, take_mean, take_shares
 from pipesgd.optim.loss_scale import LossScale
 
@@ -53,6 +56,17 @@ class Reducer(Sum, Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict`` of this rank that ``check_state`` accepts."""
+
+
+class GradientCodec(CodecOptions):
+    """A codec that compresses a gradient as a whole, in a reducer of its own."""
+
+    @abstractmethod
+    def reducer(self, connections: Connections, *, seed: int) -> Reducer:
+        """Return the reducer that sums gradients over ``connections``; all ranks give the same ``seed``."""
+
+    def check(self, parameters: Sequence[Tensor]) -> None:
+        """Raise ``UserInputError`` unless gradients of ``parameters`` can be compressed like this."""
 
 
 class Hooks(Protocol):

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from pipesgd.checks import check_at_least
 from pipesgd.codecs.base import Codec, OwnCodec
-from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import try_codec
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import UserInputError
 from pipesgd.guests import guest
 from pipesgd.ranks import Ranks, check_same
-from pipesgd.reducers.base import Gathering, Reducer
+from pipesgd.reducers.base import Gathering, GradientCodec, Reducer
 from pipesgd.reducers.dense import DenseReducer
 
 GATHERING = ("factors", "rows")
@@ -35,14 +34,14 @@ def check_reducer(
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UserInputError("optimizer must take dense gradients, as means over ranks are; got SparseAdam")
     check_momentum(options, optimizer)
-    if options.codec == "topk":
-        guest("topk").check(parameters)
+    if isinstance(options, GradientCodec):
+        options.check(parameters)
 
 
 def check_momentum(options: CodecOptions, optimizer: torch.optim.Optimizer) -> None:
     """Raise ``UserInputError`` if ``optimizer`` has a momentum now, as a schedule may set it, in addition to the one in
     ``options``."""
-    if not options.momentum_correction:
+    if not options.own_momentum:
         return
     if momenta := [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]:
         raise UserInputError(f"momentum must be 0 with momentum_correction, which replaces it; got {momenta[0]}")
@@ -50,24 +49,9 @@ def check_momentum(options: CodecOptions, optimizer: torch.optim.Optimizer) -> N
 
 def make_reducer(options: CodecOptions, connections: Connections, *, device: str, seed: int) -> Reducer:
     """Return the reducer that sums gradients on ``device`` ("cpu" or "cuda") over ``connections``."""
-    ranks = connections.ranks
-    if options.codec == "topk":
-        top_k: Reducer = guest("topk")(
-            connections.all_gather(),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            density=options.density,
-            density_warmup=options.density_warmup,
-            momentum=options.momentum_correction,
-        )
-        return top_k
-    if options.codec == "powersgd":
-        from pipesgd.reducers.powersgd import PowerSgdReducer
-
-        return PowerSgdReducer(
-            connections.all_reduce(), world_size=ranks.world_size, low_rank=options.low_rank, seed=seed
-        )
-    return dense_reducer(options, compiled_codec(options, ranks, device), connections, seed=seed)
+    if isinstance(options, GradientCodec):
+        return options.reducer(connections, seed=seed)
+    return dense_reducer(options, compiled_codec(options, connections.ranks, device), connections, seed=seed)
 
 
 def dense_reducer(options: CodecOptions, codec: Codec, connections: Connections, *, seed: int) -> DenseReducer:
@@ -108,7 +92,7 @@ def compiled_codec(options: CodecOptions, ranks: Ranks, device: str) -> Codec:
         UserInputError: a codec of the user's own does not keep to its contract on some rank.
         DisagreementError: it does not do the same on all ranks.
     """
-    codec = make_codec(options, device)
+    codec = options.make(device)
     ranks.enter("compilation of the codec")
     if isinstance(codec, OwnCodec):
         trial = ranks.raise_together("codec", functools.partial(try_codec, options.codec, codec, device))

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
+from pipesgd.comm.connections import Connections
 from pipesgd.flat_buffer import FlatBuffer, are_finite, check_sizes, in_memory_order, real_numel
-from pipesgd.reducers.base import as_real
+from pipesgd.options import option
+from pipesgd.reducers.base import GradientCodec, as_real
+
+
+@dataclass(frozen=True)
+class PowerSgd(GradientCodec):
+    """Factors of low rank in place of matrices; see ``PowerSgdReducer``."""
+
+    name: ClassVar[str] = "powersgd"
+    low_rank: int = option(4, at_least=1)
+    """Rank of the factors."""
+
+    def _words(self) -> list[str]:
+        return [f"of rank {self.low_rank}"]
+
+    def reducer(self, connections: Connections, *, seed: int) -> PowerSgdReducer:
+        ranks = connections.ranks
+        return PowerSgdReducer(connections.all_reduce(), world_size=ranks.world_size, low_rank=self.low_rank, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)

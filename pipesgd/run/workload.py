@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import check_block
 from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
 from pipesgd.config import AUTO, TrainConfig, dataset_kind
@@ -42,7 +40,7 @@ def check_exchange(config: TrainConfig, ranks: Ranks) -> None:
         DisagreementError: one of them is not the same on all ranks.
     """
     if kind(config.compression.codec) == OWN:
-        options = ranks.raise_together("codec", lambda: codec_options(config.compression))
+        options = ranks.raise_together("codec", config.compression.chosen)
         compiled_codec(options, ranks, config.run.device)
     if kind(config.wire.all_reduce_name) == OWN:
         agreed_schedule(config.wire.all_reduce, ranks)
@@ -54,9 +52,9 @@ def check_exchange(config: TrainConfig, ranks: Ranks) -> None:
 
 def _check_blocks(config: TrainConfig) -> None:
     """Raise ``UserInputError`` if blocks of the codec are larger than messages may be at the rate limit."""
-    options = codec_options(config.compression)
+    options = config.compression.chosen()
     if options.codec not in ("topk", "powersgd"):  # which send single values
-        check_block(make_codec(options), config.wire.rate)
+        check_block(options.make(), config.wire.rate)
 
 
 def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:
@@ -111,7 +109,7 @@ def reduce_of(config: TrainConfig, data: DataSplits, model: nn.Module, world_siz
     symbols = [1]
     on_tensors(lambda one: None if one.is_floating_point() else symbols.append(one.numel()), inputs)
     rows = config.samples_per_rank * max(symbols)
-    codec = make_codec(codec_options(config.compression))
+    codec = config.compression.chosen().make()
     chosen: Reduce = guest("fewest bytes")(model, rows, codec, world_size)
     return chosen
 

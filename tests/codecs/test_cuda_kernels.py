@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.codecs.kernels import kernels_for
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
 
 if sys.platform != "linux" or os.uname().machine != "x86_64":
@@ -81,7 +80,7 @@ def unlike(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str]:
 
 def differences(options: dict[str, Any], device: str, values: torch.Tensor, given: tuple[bool, bool]) -> list[str]:
     """Return the differences between the kernels for GPUs, on tensors of ``device``, and those for CPUs."""
-    here, there = make_codec(CodecOptions(**options), "cpu"), make_codec(CodecOptions(**options), "cuda")
+    here, there = CompressionConfig(**options).described.make(), CompressionConfig(**options).described.make("cuda")
     numel = values.numel()
     message = torch.empty(here.wire_bytes(numel), dtype=torch.uint8)
     here.encode(ordinary(numel, 1), None, message, 5)
@@ -201,7 +200,7 @@ def compiled(options: dict[str, Any], cache: str) -> list[tuple[str, str]]:
         found[id(code)] = (code.name, code.asm["ptx"])
 
     kernels._run = compile_only
-    codec = make_codec(CodecOptions(**options), "cuda")
+    codec = CompressionConfig(**options).described.make("cuda")
     for numel, offset in ((1, 4), (5 * codec.block, 16), (1 + 7 * codec.block, 4)):
         wire, received = (torch.zeros(codec.wire_bytes(numel) + offset, dtype=torch.uint8)[offset:] for _ in range(2))
         values, residual = (torch.zeros(numel + offset // 4)[offset // 4 :] for _ in range(2))

@@ -187,9 +187,9 @@ def test_a_codec_works_where_neither_installation_nor_home_can_be_written(tmp_pa
         shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     blocked(tmp_path / "pipesgd" / "codecs" / "kernels" / "__pycache__")
     use = (
-        "import torch\nfrom pipesgd.codecs.make import make_codec\nfrom pipesgd.codecs.options import CodecOptions\n"
+        "from pipesgd.codecs.options import codec_named\n"
         "from pipesgd.reducers.make import compile_loops\n"
-        'compile_loops(make_codec(CodecOptions(codec="truncate16"), "cpu"), "cpu")'
+        'compile_loops(codec_named("truncate16").make(), "cpu")'
     )
     environment = os.environ | {"HOME": os.devnull, "PYTHONPATH": str(tmp_path)}
     for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):

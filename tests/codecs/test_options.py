@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import BLOCK_CODECS, DENSE_CODECS, FLOAT_CODECS, CodecOptions
+from pipesgd.codecs.flat import CompressionConfig
+from pipesgd.codecs.options import BLOCK_CODECS, DENSE_CODECS, codec_named
 from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow
@@ -59,38 +59,37 @@ pytestmark = pytest.mark.slow
 def test_defaults_and_the_codec_made(
     options: dict[str, Any], block: int, stochastic: bool, gives_back: bool, words: str | None
 ) -> None:
-    chosen = CodecOptions(**options)
-    codec = make_codec(chosen)
+    chosen = CompressionConfig(**options).described
+    codec = chosen.make()
     assert (codec.name, codec.block) == (chosen.codec, block)
     assert codec.unbiased == (stochastic or chosen.codec == "fp32")
     assert codec.in_place == (chosen.codec == "fp32")
     assert (chosen.stochastic, chosen.gives_back) == (stochastic, gives_back)
-    assert chosen.codec in FLOAT_CODECS or chosen.block == block
     assert words is None or chosen.describe() == words
 
 
 def test_every_dense_codec_can_be_made() -> None:
-    assert [make_codec(CodecOptions(codec=name)).name for name in DENSE_CODECS] == list(DENSE_CODECS)
+    assert [codec_named(name).make().name for name in DENSE_CODECS] == list(DENSE_CODECS)
     for name in BLOCK_CODECS:
-        assert make_codec(CodecOptions(codec=name, codec_block=11)).block == 11
+        assert codec_named(name, block=11).make().block == 11
     for levels, bits in ((1, 2), (2, 4), (7, 4), (8, 8), (127, 8)):
-        codec = make_codec(CodecOptions(codec="qsgd", qsgd_levels=levels))
+        codec = codec_named("qsgd", levels=levels).make()
         assert codec.wire_bytes(64) == 4 + 64 * bits // 8
 
 
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        ({"codec_block": 196}, 195),
-        ({"qsgd_levels": 1}, 3),
-        ({"qsgd_levels": 8, "rounding": "stochastic"}, 63),
-        ({"qsgd_levels": 127, "codec_block": 1 << 20}, 64515),
+        ({"block": 196}, 195),
+        ({"levels": 1}, 3),
+        ({"levels": 8, "rounding": "stochastic"}, 63),
+        ({"levels": 127, "block": 1 << 20}, 64515),
     ],
 )
 def test_error_feedback_with_qsgd_needs_small_blocks(options: dict[str, Any], most: int) -> None:
     with pytest.raises(UserInputError, match=f"codec-block must be at most {most} with --codec qsgd"):
-        CodecOptions(codec="qsgd", error_feedback="on", **options)
-    assert CodecOptions(codec="qsgd", error_feedback="on", **{**options, "codec_block": most}).gives_back
+        codec_named("qsgd", error_feedback=True, **options)
+    assert codec_named("qsgd", error_feedback=True, **{**options, "block": most}).gives_back
 
 
 def test_no_block_is_small_enough_for_error_feedback_with_one_level_that_is_rounded_stochastically() -> None:
@@ -98,16 +97,16 @@ def test_no_block_is_small_enough_for_error_feedback_with_one_level_that_is_roun
     with pytest.raises(
         UserInputError, match=r"^error-feedback must be off with --codec qsgd --qsgd-levels 1 .*; got on$"
     ):
-        CodecOptions(codec="qsgd", qsgd_levels=1, rounding="stochastic", error_feedback="on", codec_block=1)
-    CodecOptions(codec="qsgd", qsgd_levels=1, rounding="stochastic", error_feedback="off", codec_block=1)
+        codec_named("qsgd", levels=1, rounding="stochastic", error_feedback=True, block=1)
+    codec_named("qsgd", levels=1, rounding="stochastic", error_feedback=False, block=1)
 
 
 DECODE_ONCE = """
 import torch
-from pipesgd.codecs.floats import Bf16
+from pipesgd.codecs.options import Bf16
 from pipesgd.codecs.kernels import cpu
 values = torch.zeros(1)
-Bf16().decode(torch.tensor([0x80, 0x3F], dtype=torch.uint8), values)
+Bf16().make().decode(torch.tensor([0x80, 0x3F], dtype=torch.uint8), values)
 assert values.tolist() == [1.0]
 stats = cpu._decode_words.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))

@@ -13,8 +13,8 @@ from _memory_transport import MemoryTransport, run_threads
 from torch import Tensor
 
 from pipesgd.codecs.base import OwnCodec
-from pipesgd.codecs.floats import Bf16
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.flat import CompressionConfig
+from pipesgd.codecs.options import codec_named
 from pipesgd.codecs.own import OwnCodecOptions, codec_options, try_codec
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import UserInputError
@@ -140,7 +140,7 @@ def test_a_codec_is_found_made_and_described() -> None:
     assert (given.codec, given.gives_back) == (f"{__name__}:GivesBack", True)
     assert given.describe() == f"{__name__}:GivesBack with error feedback"
     assert not codec_options(Half()).gives_back
-    assert codec_options("int8") == CodecOptions(codec="int8")
+    assert codec_options("int8") == codec_named("int8")
     assert codec_options(given) is given
 
 
@@ -152,7 +152,7 @@ def test_a_codec_is_made_with_the_options_that_it_names(
     options: dict[str, object], block: int, gives_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(Configured=Configured))
-    made = codec_options(CodecOptions(codec="mine:Configured", **options))  # type: ignore[arg-type]
+    made = CompressionConfig(codec="mine:Configured", **options).chosen()  # type: ignore[arg-type]
     assert isinstance(made, OwnCodecOptions)
     assert (made.made.block, made.gives_back) == (block, gives_back)
 
@@ -183,7 +183,7 @@ def test_a_codec_that_cannot_be_made_is_refused_in_one_line(
     mine = types.SimpleNamespace(Half=Half, number=lambda: 3)
     monkeypatch.setitem(sys.modules, "mine", mine)
     with pytest.raises(UserInputError, match=message):
-        codec_options(CodecOptions(**options))  # type: ignore[arg-type]
+        CompressionConfig(**options).chosen()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -192,7 +192,7 @@ def test_the_four_operations_are_those_of_a_built_in_codec_bit_for_bit(with_resi
     received, values, residual = (torch.randn(1001, generator=numbers) for _ in range(3))
     values[[3, 5, 7]] = torch.tensor([float("inf"), float("-inf"), 3e38 * 1.13])
     wires = []
-    for codec in (Half(), Bf16()):
+    for codec in (Half(), codec_named("bf16").make()):
         message, wire = (torch.empty(2002, dtype=torch.uint8) for _ in range(2))
         own, kept = values.clone(), residual.clone()
         codec.encode(received.clone(), None, message, 0)

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from _codec_cases import encoded, through
+from _codec_cases import encoded, made, through
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec, mixed
-from pipesgd.codecs.blocks import Int4, Int8
-from pipesgd.codecs.floats import Bf16, Fp16
+from pipesgd.codecs.options import Bf16, Fp16, Int4, Int8
 from pipesgd.systems.codecs.qsgd import Qsgd
 from pipesgd.systems.codecs.sign import Sign
 from pipesgd.systems.codecs.ternary import Ternary
 from pipesgd.systems.codecs.truncate16 import Truncate16
 
-ROUNDED = [Int8, Int4, Ternary, Qsgd, partial(Qsgd, levels=1), partial(Qsgd, levels=127)]
+ROUNDED = [partial(made, kind) for kind in (Int8, Int4, Ternary, Qsgd)]
+ROUNDED += [partial(made, Qsgd, levels=levels) for levels in (1, 127)]
 
 
 def uniform(numel: int) -> Tensor:
@@ -73,7 +73,7 @@ def test_values_draw_apart_from_each_other(make: Any) -> None:
 
 
 def test_codecs_without_random_rounding_ignore_the_key() -> None:
-    for codec in (Truncate16(), Bf16(), Fp16(), Sign(block=64)):
+    for codec in (Truncate16().make(), Bf16().make(), Fp16().make(), made(Sign, block=64)):
         assert not codec.unbiased
         assert torch.equal(encoded(codec, uniform(200), 1), encoded(codec, uniform(200), 2))
 
@@ -120,17 +120,17 @@ def gradient_of(numel: int) -> Tensor:
     ("codec", "times_the_largest"),
     [
         # The error is at most a share s of the largest value, gradient and residual together: s / (1 - s).
-        (Truncate16(), 1 / 127),
-        (Bf16(), 1 / 255),
-        (Fp16(), 1 / 2047),
-        (Int8(block=16), 1 / 253),
-        (Int4(block=16), 1 / 13),
-        (Int8(block=16, stochastic=True), 1 / 126),
-        (Int4(block=16, stochastic=True), 1 / 6),
-        (Qsgd(levels=7, block=16, stochastic=False), 4 / 10),
+        (Truncate16().make(), 1 / 127),
+        (Bf16().make(), 1 / 255),
+        (Fp16().make(), 1 / 2047),
+        (made(Int8, block=16), 1 / 253),
+        (made(Int4, block=16), 1 / 13),
+        (made(Int8, block=16, stochastic=True), 1 / 126),
+        (made(Int4, block=16, stochastic=True), 1 / 6),
+        (made(Qsgd, levels=7, block=16, stochastic=False), 4 / 10),
         # The squares of the errors are at most 1 - 1/n of those of the values: below 2 n, in Euclidean norm.
-        (Ternary(block=16, stochastic=False), 2 * 16 * 4),
-        (Sign(block=16), 2 * 16 * 4),
+        (made(Ternary, block=16, stochastic=False), 2 * 16 * 4),
+        (made(Sign, block=16), 2 * 16 * 4),
     ],
 )
 def test_with_error_feedback_the_mean_comes_as_near_as_1_over_the_iterations(
@@ -150,11 +150,11 @@ def test_qsgd_needs_small_blocks_for_error_feedback() -> None:
     """In a block of (2 s)**2 equal values, each is below half of a level: nothing of it is ever sent."""
     for levels in (1, 7):
         for block, sent in (((2 * levels) ** 2 - 1, True), ((2 * levels) ** 2, False)):
-            mean, largest = fed_back(Qsgd(levels=levels, block=block, stochastic=False), torch.ones(block), 40)
+            mean, largest = fed_back(made(Qsgd, levels=levels, block=block, stochastic=False), torch.ones(block), 40)
             assert (float(mean[0]) > 0.5, largest < 20) == (sent, sent)
 
 
 def test_random_rounding_to_few_levels_lets_residuals_grow() -> None:
     """QSGD's errors are larger than the values, and grow with them."""
-    _, largest = fed_back(Qsgd(levels=7, block=512, stochastic=True), gradient_of(512), 150)
+    _, largest = fed_back(made(Qsgd, levels=7, block=512, stochastic=True), gradient_of(512), 150)
     assert largest > 1e3 * float(gradient_of(512).abs().max())

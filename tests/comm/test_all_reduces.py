@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from hypothesis import strategies as st
 
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.options import DENSE_CODECS, codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.native import ring_wire_bytes
@@ -156,7 +154,7 @@ def test_sum_and_residuals_are_what_was_put_in(name: str, codec: str, world_size
         residuals = [0.1 * torch.randn(numel, generator=generator) for _ in range(world_size)]
         meant = torch.stack([a + b for a, b in zip(inputs, residuals, strict=True)]).sum(0)
         before = [residual.clone() for residual in residuals]
-        sums, _ = reduce_between_threads(name, world_size, partial(make_codec, options(codec)), inputs, residuals)
+        sums, _ = reduce_between_threads(name, world_size, options(codec).make, inputs, residuals)
         if world_size == 1:  # nothing is sent, and nothing is owed
             assert torch.equal(sums[0], inputs[0])
             assert torch.equal(residuals[0], before[0])
@@ -171,7 +169,7 @@ def test_sum_and_residuals_are_what_was_put_in(name: str, codec: str, world_size
 def test_ranks_that_hold_the_same_sum_round_it_alike_at_random(name: str, codec: str) -> None:
     """Stochastic rounding leaves replicas identical (the helper checks that), and differs from value to value."""
     inputs = [torch.full((100,), 0.3) + torch.arange(100) / 300 for _ in range(7)]
-    sums, _ = reduce_between_threads(name, 7, partial(make_codec, options(codec, rounding="stochastic")), inputs)
+    sums, _ = reduce_between_threads(name, 7, options(codec, rounding="stochastic").make, inputs)
     assert not torch.equal(sums[0], 7 * inputs[0])
     assert len(torch.unique(sums[0] - 7 * inputs[0])) > 10
 
@@ -183,9 +181,7 @@ def test_what_is_not_finite_on_one_rank_is_finite_on_none(codec: str, bad: float
         inputs = [torch.ones(50) for _ in range(3)]
         inputs[1][17] = bad
         residuals = [torch.zeros(50) for _ in range(3)]
-        sums, _ = reduce_between_threads(
-            name, 3, partial(make_codec, options(codec)), inputs, None if codec == "fp32" else residuals
-        )
+        sums, _ = reduce_between_threads(name, 3, options(codec).make, inputs, None if codec == "fp32" else residuals)
         assert not sums[0][17].isfinite()
         assert all(residual.isfinite().all() for residual in residuals), "it would come back in the next iteration"
 
@@ -196,7 +192,7 @@ def test_every_part_of_a_sum_is_finished_once_and_not_before_its_time(name: str,
     """Finishing takes a thousandth of each sum: a part finished too early would be sent on and summed."""
     codec = ("fp32", "int8")[(NAMES.index(name) + world_size) % 2]
     inputs = [torch.randn(203, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
-    make = partial(make_codec, options(codec))
+    make = options(codec).make
     sums, _ = reduce_between_threads(name, world_size, make, inputs)
 
     def reduce(transport: MemoryTransport) -> torch.Tensor:
@@ -282,7 +278,7 @@ def _with_codecs(ranks: Ranks) -> list[tuple[str, str, float, float]]:
         for codec in ("bf16", "fp16") if name == "native" else DENSE_CODECS:
             ours = flat.clone()
             rounding = "nearest" if codec == "ternary" else None  # its random noise grows around a ring
-            connections.all_reduce(make_codec(CodecOptions(codec=codec, rounding=rounding)))(ours)
+            connections.all_reduce(codec_named(codec, rounding=rounding).make())(ours)
             everybody = [torch.empty_like(ours) for _ in range(ranks.world_size)]
             dist.all_gather(everybody, ours)
             apart = max(float((ours - other).abs().max()) for other in everybody)

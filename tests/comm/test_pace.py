@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import DENSE_CODECS, FLOAT_CODECS, CodecOptions
+from pipesgd.codecs.options import DENSE_CODECS, FLOAT_CODECS, codec_named
 from pipesgd.comm import connections as module
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.connections import Connections
@@ -172,8 +171,8 @@ def test_a_paced_message_is_handed_over_when_the_one_before_has_left_and_no_rank
 @pytest.mark.parametrize("codec", [codec for codec in DENSE_CODECS if codec != "qsgd"])
 def test_no_paced_message_is_larger_than_allowed_although_blocks_are_whole(codec: str) -> None:
     """Two messages for three blocks would have two blocks in one of them."""
-    block = {} if codec in FLOAT_CODECS else {"codec_block": 40}
-    made = make_codec(CodecOptions(codec=codec, **block))
+    block = {} if codec in FLOAT_CODECS else {"block": 40}
+    made = codec_named(codec, **block).make()
     for _, transport in over_rendezvous("ring", 2, made, paced=True):
         assert transport.largest <= 64
 
@@ -242,9 +241,9 @@ def test_a_rank_that_waits_to_send_at_the_limit_hears_of_a_lost_one() -> None:
 
 def _with_large_blocks(ranks: Ranks) -> str:
     connections = Connections("ring", ranks, timeout=ranks.timeout, rate_limit=RATE / 8)
-    connections.all_reduce(make_codec(CodecOptions(codec="int8", codec_block=1871)))
+    connections.all_reduce(codec_named("int8", block=1871).make())
     with pytest.raises(UserInputError) as refused:
-        connections.all_reduce(make_codec(CodecOptions(codec="int8", codec_block=1872)))
+        connections.all_reduce(codec_named("int8", block=1872).make())
     connections.close()
     return str(refused.value)
 
@@ -275,7 +274,7 @@ def _sums(ranks: Ranks) -> tuple[list[Tensor], list[tuple[list[int], int]]]:
     values, found = [], []
     for rate in (RATE, FAST):
         connections = Connections("ring", ranks, timeout=ranks.timeout, rate_limit=rate, connections=2)
-        all_reduce = connections.all_reduce(make_codec(CodecOptions(codec="int4")))
+        all_reduce = connections.all_reduce(codec_named("int4").make())
         flat = torch.randn(100_000, generator=torch.Generator().manual_seed(ranks.rank))
         connections.run("step", 0, functools.partial(all_reduce, flat))
         connections.wait_for_all()

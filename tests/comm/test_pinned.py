@@ -8,7 +8,6 @@ from _all_reduces import ALGORITHMS, options
 from _memory_transport import MemoryTransport, Network, integers, run_threads
 
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.pinned import PinnedTransport
@@ -26,7 +25,7 @@ def test_sums_and_residuals_are_those_without_it_and_memory_is_taken_once(name: 
     def reduce(transport: MemoryTransport, pinned: bool) -> tuple[list[torch.Tensor], list[int], int]:
         between = PinnedTransport(transport) if pinned else transport
         schedule = ALGORITHMS[name](transport.rank, WORLD_SIZE)
-        all_reduce = ScheduledAllReduce(between, schedule, make_codec(options(codec)), segment_bytes=256)
+        all_reduce = ScheduledAllReduce(between, schedule, options(codec).make(), segment_bytes=256)
         results, allocated = [], []
         for _ in range(3):
             for number, numel in enumerate(SIZES):

@@ -25,7 +25,7 @@ from experiments.bench_all_reduce import (
 )
 from experiments.results import RESULTS, Row, load
 from experiments.testbed.links import Link
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 
@@ -57,7 +57,7 @@ def test_all_ranks_get_the_same_row_for_every_size_and_contender() -> None:
 
 def contender(algorithm: str = "ring", codec: str = "int8") -> Contender:
     nothing = cast(Any, None)
-    return Contender(algorithm=algorithm, codec=CodecOptions(codec=codec), all_reduce=nothing, connections=nothing)
+    return Contender(algorithm=algorithm, codec=codec_named(codec), all_reduce=nothing, connections=nothing)
 
 
 def row(algorithm: str, codec: str, seconds: float) -> Row:

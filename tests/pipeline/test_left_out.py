@@ -12,7 +12,7 @@ from _sections import sections
 from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, codec_named
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Undo
 from pipesgd.sections import Updates, Windows
@@ -21,12 +21,12 @@ from pipesgd.strategy import Strategy
 pytestmark = pytest.mark.slow
 
 CODECS = {
-    "topk": CodecOptions(codec="topk", density=0.01),
-    "topk, momentum": CodecOptions(codec="topk", density=0.01, momentum_correction=0.9),
-    "powersgd": CodecOptions(codec="powersgd", low_rank=2),
-    "int4": CodecOptions(codec="int4"),
-    "sign": CodecOptions(codec="sign"),
-    "ternary": CodecOptions(codec="ternary", rounding="nearest", error_feedback="on"),
+    "topk": codec_named("topk", density=0.01),
+    "topk, momentum": codec_named("topk", density=0.01, momentum_correction=0.9),
+    "powersgd": codec_named("powersgd", low_rank=2),
+    "int4": codec_named("int4"),
+    "sign": codec_named("sign"),
+    "ternary": codec_named("ternary", rounding="nearest", error_feedback=True),
 }
 ITERATIONS, BAD = 8, 3
 """Number of good gradients, and of those before the bad one."""
@@ -149,5 +149,5 @@ def test_no_copies_are_kept_of_what_is_never_put_back() -> None:
         with Pipelined(model, optimizer, width=1, codec="int4", updates=Updates(on_nonfinite=on_nonfinite)) as pipeline:
             sum(one.sum() for one in model.parameters()).backward()  # type: ignore[union-attr]
             pipeline.step()
-            undo = pipeline._summing._undo
+            undo = pipeline.pipeline.flight._undo
             assert (None if undo is None else len(undo._copies)) == number

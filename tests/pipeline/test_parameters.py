@@ -16,7 +16,7 @@ from _sections import sections
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
-from pipesgd.codecs.options import CODECS, CodecOptions
+from pipesgd.codecs.options import CODECS, codec_named
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.pipeline.local_steps import LocalSteps
@@ -35,7 +35,7 @@ INTEGERS = (torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, t
     ("options", "message"),
     [
         (
-            {"codec": CodecOptions(codec="topk", momentum_correction=0.9)},
+            {"codec": codec_named("topk", momentum_correction=0.9)},
             "momentum must be 0 with momentum_correction, which replaces it; got 0.5",
         ),
         ({"seed": -1, "codec": "int8"}, "seed must be at least 0; got -1"),
@@ -120,9 +120,9 @@ def test_topk_refuses_more_values_than_its_indices_can_count() -> None:
     with pytest.raises(
         UserInputError, match=r"parameters must be at most 2\*\*31 - 1 with --codec topk; got 2147483648"
     ):
-        check_reducer(CodecOptions(codec="topk"), optimizer, parameters, 0)
-    check_reducer(CodecOptions(codec="topk"), optimizer, parameters[:1], 0)
-    check_reducer(CodecOptions(codec="int8"), optimizer, parameters, 0)
+        check_reducer(codec_named("topk"), optimizer, parameters, 0)
+    check_reducer(codec_named("topk"), optimizer, parameters[:1], 0)
+    check_reducer(codec_named("int8"), optimizer, parameters, 0)
 
 
 def _buffers_of_8_bits(ranks: Ranks) -> list[float]:
@@ -179,7 +179,7 @@ def _large_buffers(ranks: Ranks) -> tuple[list[float], tuple[int, bool], list[fl
     model.running_var.copy_(torch.tensor([40000.0 + 64 * ranks.rank, torch.nan if ranks.rank == 2 else 1.0]))
     pipeline.combine_buffers("average")
     averaged = torch.full((2,), 60000.0, dtype=torch.float16)
-    sent = pipeline.average([averaged])
+    sent = pipeline.pipeline.average([averaged])
     pipeline.close()
     return model.running_var.tolist(), sent, averaged.tolist()
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import CodecOptions, codec_named
 from pipesgd.ddp import attach
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
@@ -182,7 +182,7 @@ def test_a_momentum_that_a_schedule_sets_is_refused_with_momentum_correction() -
     """Made after the pipeline, the schedule gave the optimizer a momentum in addition to that of the codec."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    codec = CodecOptions(codec="topk", momentum_correction=0.9)
+    codec = codec_named("topk", momentum_correction=0.9)
     with Pipelined(model, optimizer, width=1, codec=codec) as pipeline:
         torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
         model(torch.ones(1, 2)).sum().backward()
@@ -195,7 +195,7 @@ def test_a_momentum_that_a_schedule_sets_is_refused_with_momentum_correction() -
 def _attached_with_momentum(ranks: Ranks) -> str:
     model = DistributedDataParallel(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = attach(model, optimizer, codec=CodecOptions(codec="topk", momentum_correction=0.9))
+    pipeline = attach(model, optimizer, codec=codec_named("topk", momentum_correction=0.9))
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     with pytest.raises(UserInputError) as refused:
         model(torch.ones(1, 2)).sum().backward()
@@ -248,10 +248,10 @@ def _states_with_more_and_fewer_residuals(ranks: Ranks, codec: CodecOptions) -> 
 @pytest.mark.parametrize(
     ("codec", "more", "fewer"),
     [
-        (CodecOptions(codec="int4"), "544", "272"),
-        (CodecOptions(codec="topk"), "544", "272"),
-        (CodecOptions(codec="topk", momentum_correction=0.9), "544", "272"),
-        (CodecOptions(codec="powersgd", low_rank=1), "512 + 32", "256 + 16"),
+        (codec_named("int4"), "544", "272"),
+        (codec_named("topk"), "544", "272"),
+        (codec_named("topk", momentum_correction=0.9), "544", "272"),
+        (codec_named("powersgd", low_rank=1), "512 + 32", "256 + 16"),
     ],
     ids=str,
 )

@@ -460,7 +460,7 @@ def test_gradients_that_are_not_kept_are_looked_at_beside_the_computation(
         threads.append(threading.current_thread().name)
         return flat_buffer.all_finite(buffer)
 
-    monkeypatch.setattr("pipesgd.pipeline.summing.all_finite", all_finite)
+    monkeypatch.setattr("pipesgd.pipeline.flight.all_finite", all_finite)
     model = torch.nn.Linear(1, 1)
     with Pipelined(
         model, torch.optim.SGD(model.parameters(), lr=0.1), updates=Updates(prediction=prediction)

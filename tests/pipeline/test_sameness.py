@@ -13,7 +13,7 @@ from _sections import sections
 from torch import nn
 
 from pipesgd import Pipelined
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.errors import DisagreementError
 from pipesgd.pipeline.sameness import plain
 from pipesgd.ranks import Ranks
@@ -24,7 +24,7 @@ NOT_COMPARED = {"model", "optimizer", "timeout", "ranks", "process_group", "mesh
 PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     "codec": (({"codec": "bf16"}, {"codec": "fp16"}), "codec must be the same on all ranks; got 'bf16' on rank 0"),
     "codec option": (
-        ({"codec": CodecOptions(codec="topk", density=0.1)}, {"codec": CodecOptions(codec="topk", density=0.2)}),
+        ({"codec": codec_named("topk", density=0.1)}, {"codec": codec_named("topk", density=0.2)}),
         "codec's density must be the same on all ranks; got 0.1 on rank 0, 0.2 on rank 1",
     ),
     "width": (({"width": 2}, {"width": 3}), "width must be the same on all ranks; got 2 on rank 0, 3 on rank 1"),

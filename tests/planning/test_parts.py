@@ -13,7 +13,6 @@ from _sections import sections
 from torch import nn
 
 from pipesgd.cli import parse
-from pipesgd.codecs.make import make_codec
 from pipesgd.data import ShardedBatches
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.planning.parts import parts_of_run
@@ -48,7 +47,7 @@ def _first_step(ranks: Ranks, words: str, own: bool) -> dict[str, Any]:
     before, state = [one.detach().clone() for one in model.parameters()], torch.get_rng_state()
     reduce: Any = config.wire.reduce
     if reduce == "auto":
-        reduce = fewest_bytes(model, 4, make_codec(config.compression), ranks.world_size)
+        reduce = fewest_bytes(model, 4, config.compression.chosen().make(), ranks.world_size)
     parts = parts_of_run(config, ranks, model, batches, reduce)
     same = all(map(torch.equal, before, model.parameters())) and torch.equal(state, torch.get_rng_state())
     options = {"reduce": reduce, "codec": config.compression}
@@ -63,16 +62,14 @@ def _sent(ranks: Ranks, model: nn.Module, batches: ShardedBatches, **options: An
             inputs, targets = next(samples)
         nn.functional.cross_entropy(model(inputs), targets).backward()
         total = pipeline.step().wire_bytes
+        flight, layout = pipeline.pipeline.flight, pipeline.pipeline.flight.layout
         whole = sum(
-            pipeline._summing.reducer.wire_bytes(bucket, 0)
-            for number, bucket in enumerate(pipeline._packing.free_buffer().buckets)
-            if pipeline._cut.exchange[number] == "matrix"
+            flight.reducer.wire_bytes(bucket, 0)
+            for bucket, how in zip(flight.free_buffer().buckets, layout.exchange, strict=True)
+            if how == "matrix"
         )
-        gathered = [
-            list(indices)
-            for number, indices in enumerate(pipeline._cut.indices)
-            if pipeline._cut.exchange[number] != "matrix"
-        ]
+        pairs = zip(layout.buckets, layout.exchange, strict=True)
+        gathered = [list(indices) for indices, how in pairs if how != "matrix"]
     return {"sent": total - whole, "gathered": gathered}
 
 

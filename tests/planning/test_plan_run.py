@@ -43,58 +43,12 @@ SEARCHED = AUTO_OPTIONS[:-1]
         ),
         ("--width auto --width 2", "width must be given once; got it 2 times"),
         ("--auto width", "every option must be one that --help-all lists; got --auto"),
-        ("--width auto --strategy ddp", "strategy must be pipelined with --width auto; got ddp"),
-        ("--codec auto --strategy local", "strategy must be pipelined with --codec auto; got local"),
-        ("--cluster c.toml --strategy ps-sync", "strategy must be pipelined with --cluster; got ps-sync"),
-        (
-            "--width auto --device cuda",
-            "device must be cpu with --width auto, since calibrations are those of CPUs; got cuda",
-        ),
-        (
-            "--width auto --codec powersgd",
-            "codec must be another one with --width auto, since its times are not calibrated; got powersgd",
-        ),
-        (
-            "--width auto --all-reduce hierarchical",
-            "all-reduce must be another one with --width auto, since links inside nodes are not calibrated; "
-            "got hierarchical",
-        ),
         (
             "--codec auto --codec-block 64",
             "codec-block must be left out with --codec auto, which chooses codecs as they are; got 64",
         ),
-        (
-            "--fragments auto --width auto",
-            "width must be given with --fragments auto, which depends on it; got auto",
-        ),
-        (
-            "--fragments auto --local-steps 4 --codec auto",
-            "local-steps must be 1 with --codec auto, which is chosen for an exchange in every iteration; got 4",
-        ),
-        (
-            "--fragments auto --width 1",
-            "width must be at least 2 with --fragments auto, as width 1 hides no exchange; got 1",
-        ),
-        (
-            "--fragments auto --outer nesterov",
-            "outer must be left out with --fragments auto, since the timing model does not cover it; got 'nesterov'",
-        ),
-        (
-            "--fragments auto --codec topk",
-            "fragments must be 1 with --codec topk, which compresses the movement as a whole; got auto",
-        ),
-        (
-            "--fragments auto --prediction none",
-            "prediction must be left out with --fragments, since each rank expects its own movement; got 'none'",
-        ),
-        (
-            "--fragments auto --rate-limit 50mbit",
-            "cluster must be given with --fragments auto and --rate-limit, since a calibration before the run would "
-            "use the whole line; got none",
-        ),
         ("--fragments aut", "fragments must be auto, or a value that --help-all lists; got 'aut' (did you mean auto?)"),
         ("--fragments two", "fragments must be a whole number or auto; got 'two'"),
-        ("--fragments auto --strategy ddp", "strategy must be pipelined with --fragments auto; got ddp"),
     ],
 )
 def test_bad_words_get_one_line(words: str, message: str) -> None:

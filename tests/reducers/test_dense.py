@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipesgd import Pipelined
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
@@ -31,8 +30,8 @@ ITERATIONS = 6
 
 def small(codec: str, **others: Any) -> CodecOptions:
     """Return options with several blocks in each message of a small model."""
-    block = {} if codec in ("fp32", "truncate16", "bf16", "fp16") else {"codec_block": 16}
-    return CodecOptions(codec=codec, **block, **others)
+    block = {} if codec in ("fp32", "truncate16", "bf16", "fp16") else {"block": 16}
+    return codec_named(codec, **block, **others)
 
 
 class Run:
@@ -76,10 +75,10 @@ class Run:
 
 LOSSY = [
     small("int8"),
-    small("int8", rounding="stochastic", error_feedback="on"),
+    small("int8", rounding="stochastic", error_feedback=True),
     small("int4"),
     small("ternary"),
-    small("ternary", error_feedback="on"),
+    small("ternary", error_feedback=True),
     small("sign"),
 ]
 
@@ -213,7 +212,7 @@ def allocations(name: str, codec: str, world_size: int, waste: Callable[[], obje
 
         transport.send = quiet_send  # type: ignore[method-assign]
         schedule = ALGORITHMS[name](transport.rank, world_size)
-        all_reduce = ScheduledAllReduce(transport, schedule, make_codec(small(codec)), segment_bytes=64)
+        all_reduce = ScheduledAllReduce(transport, schedule, small(codec).make(), segment_bytes=64)
         flat, residual = torch.ones(333), None if codec == "fp32" else torch.zeros(333)
         calls = []
         for key in range(3):

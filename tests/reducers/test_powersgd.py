@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
@@ -242,7 +242,7 @@ def _in_a_pipeline(ranks: Ranks) -> dict[str, tuple[list[str], str]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        codec = CodecOptions(codec="powersgd", low_rank=2)
+        codec = codec_named("powersgd", low_rank=2)
         options: dict[str, Any] = {"width": 2, "prediction": "none", "codec": codec, "all_reduce": all_reduce}
         return model, Pipelined(model, optimizer, ranks=ranks, **sections(**options))
 

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pipesgd import CodecOptions, Pipelined, RunError, UserInputError
+from pipesgd import Pipelined, RunError, UserInputError
+from pipesgd.codecs.options import codec_named
 from pipesgd.ranks import Ranks
 from pipesgd.run.shard_file import ShardFile
 
@@ -71,7 +72,7 @@ class Member:
         return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in state.items()}
 
 
-RESIDUALS = CodecOptions(codec="int8", error_feedback="on")
+RESIDUALS = codec_named("int8", error_feedback=True)
 IN_FLIGHT: dict[str, Any] = {"width": 2, "prediction": "none"}
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from timing_model import all_reduce, collective_time
 from timing_model.all_reduce import all_reduce_time, gather_time
 from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
@@ -67,7 +66,7 @@ def test_the_time_is_that_of_the_code(name: str, world_size: int, segments: int)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("segment_bytes", [1 << 30, 6000])
 def test_the_time_is_that_of_the_code_with_a_codec(name: str, world_size: int, segment_bytes: int) -> None:
-    codec = make_codec(CodecOptions(codec="int8", codec_block=64), "cpu")
+    codec = codec_named("int8", block=64).make("cpu")
     chunk = DIVISIBLE // by_name(name)(0, world_size).chunks
     if segment_bytes < 1 << 30:  # as many equal segments of whole blocks as possible
         segment_bytes = CODEC.wire_bytes(chunk) / next(k for k in (3, 5, 2, 7, 1) if chunk % (64 * k) == 0)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from types import ModuleType
+from typing import ClassVar
 
 from torch import Tensor
 
-from pipesgd.codecs.base import FusedCodec
+from pipesgd.checks import refuse
+from pipesgd.codecs.base import Codec, FusedCodec
 from pipesgd.codecs.kernels import kernels_for
+from pipesgd.codecs.options import MAX_BLOCK, CodecOptions
+from pipesgd.options import option
 
 
-class Sign(FusedCodec):
+@dataclass(frozen=True)
+class Sign(CodecOptions):
     """Signs, and the mean of the values on either side of zero in each block: 1-bit SGD (Seide et al., 2014).
 
     It takes 1 + 64 / block bits a value, is biased, and is made for error feedback. The means leave the least squared
@@ -22,10 +28,34 @@ class Sign(FusedCodec):
     is sent as zeros.
     """
 
+    name: ClassVar[str] = "sign"
+    block: int = option(1024, at_least=1, named="codec-block")
+    """Number of values that share two means."""
+    error_feedback: bool | None = None
+    """True, the default, to add what a rank's encodings leave out to its gradient of the next iteration."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse((self.block > MAX_BLOCK, f"codec-block must be at most {MAX_BLOCK}; got {self.block}"))
+
+    @property
+    def gives_back(self) -> bool:
+        return self.error_feedback is not False
+
+    def _words(self) -> list[str]:
+        return [f"in blocks of {self.block}", *super()._words()]
+
+    def make(self, device: str = "cpu") -> Codec:
+        return SignCodec(self.block, device)
+
+
+class SignCodec(FusedCodec):
+    """Encoder of ``Sign``."""
+
     name = "sign"
     unbiased = False
 
-    def __init__(self, *, block: int = 1024, device: str = "cpu"):
+    def __init__(self, block: int, device: str):
         self.block = block
         self._kernels: ModuleType = kernels_for(device)
 

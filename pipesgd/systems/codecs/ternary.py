@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from pipesgd.codecs.blocks import Linear
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipesgd.checks import refuse
+from pipesgd.codecs.base import Codec
 from pipesgd.codecs.kernels.kinds import CLIPPED
+from pipesgd.codecs.options import Blocks
 
 CLIP_STOCHASTIC = 2.5
 """Root mean squares at which TernGrad clips (section 3.3 of its paper)."""
@@ -11,7 +16,8 @@ CLIP_NEAREST = 1.224
 """Root mean squares at which rounding to nearest clips, for the least squared error of normal values (Max, 1960)."""
 
 
-class Ternary(Linear):
+@dataclass(frozen=True)
+class Ternary(Blocks):
     """-1, 0 or 1 times a scale: TernGrad (Wen et al., NeurIPS 2017, equations 1 to 3 and section 3.3).
 
     It takes 2 + 32 / block bits a value. The scale is the largest magnitude, clipped at 2.5 root mean squares of the
@@ -22,11 +28,24 @@ class Ternary(Linear):
 
     The paper shares one scale among the workers so that a server can add up their whole numbers. Here every hop decodes
     and encodes again, and all ranks decode the owner's bytes: they share its scale.
+
+    Rounding is stochastic by default, unless error feedback is asked for, which is then off by default.
     """
 
-    name = "ternary"
-    _rule = CLIPPED
+    name: ClassVar[str] = "ternary"
 
-    def __init__(self, *, block: int = 1024, stochastic: bool = True, device: str = "cpu"):
-        clip = CLIP_STOCHASTIC if stochastic else CLIP_NEAREST
-        super().__init__(bits=2, levels=1, block=block, stochastic=stochastic, clip=clip, device=device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(
+            (self.stochastic and self.gives_back,
+             "error-feedback must be off with --codec ternary --rounding stochastic, whose errors are larger than "
+             "most values: residuals would grow until they are not finite; got on"),
+        )  # fmt: skip
+
+    @property
+    def stochastic(self) -> bool:
+        return self.error_feedback is not True if self.rounding is None else super().stochastic
+
+    def make(self, device: str = "cpu") -> Codec:
+        clip = CLIP_STOCHASTIC if self.stochastic else CLIP_NEAREST
+        return self._linear(device, bits=2, levels=1, rule=CLIPPED, clip=clip)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pipesgd.codecs.floats import Sixteen
-from pipesgd.codecs.kernels.kinds import TRUNCATE16
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipesgd.codecs.options import Sixteen
 
 
+@dataclass(frozen=True)
 class Truncate16(Sixteen):
     """The upper half of the float32 word: Pipe-SGD's truncation (Li et al., NeurIPS 2018, "T").
 
@@ -13,5 +16,4 @@ class Truncate16(Sixteen):
     denormals): a sum that is re-encoded at every hop shrinks with the number of ranks; ``Bf16`` does not do that.
     """
 
-    name = "truncate16"
-    _kind = TRUNCATE16
+    name: ClassVar[str] = "truncate16"

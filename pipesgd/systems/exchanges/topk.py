@@ -3,20 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from pipesgd.checks import refuse
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
+from pipesgd.comm.connections import Connections
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
-from pipesgd.reducers.base import Float32Places, as_real, check_kept
+from pipesgd.options import option
+from pipesgd.reducers.base import Float32Places, GradientCodec, as_real, check_kept
 
 WARMUP_DENSITY = 0.25
 """Density at which a warm-up begins, as in the paper."""
 SAMPLE = 1 << 16
 """Number of values from which the threshold is guessed: for 1% of them the guess is wrong by a few percent."""
+
+
+NUMBERS_PER_VALUE = 2
+"""Numbers sent per value: an index and the value, of 4 bytes each."""
+
+
+@dataclass(frozen=True)
+class TopK(GradientCodec):
+    """The largest values of each rank; see ``TopKReducer``."""
+
+    name: ClassVar[str] = "topk"
+    density: float = option(0.01, above_zero=True)
+    """Share of the values that are sent."""
+    density_warmup: int = option(0, at_least=0)
+    """Iterations in which the density falls from a quarter to ``density``, by a constant factor."""
+    momentum_correction: float = option(0.0, at_least=0)
+    """Momentum that is applied before values are selected, in place of the optimizer's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(
+            (self.density > 1, f"density must be at most 1; got {self.density}"),
+            (self.momentum_correction >= 1, f"momentum-correction must be below 1; got {self.momentum_correction}"),
+        )
+
+    @property
+    def own_momentum(self) -> float:
+        return self.momentum_correction
+
+    @property
+    def bits(self) -> float:
+        """Bits that are sent for each value of a gradient."""
+        return 32 * NUMBERS_PER_VALUE * self.density
+
+    def _words(self) -> list[str]:
+        return [f"with density {self.density:g}"]
+
+    def check(self, parameters: Sequence[Tensor]) -> None:
+        """Raise ``UserInputError`` if indices of values of ``parameters`` do not fit into 32 bits."""
+        for dtype in {parameter.dtype for parameter in parameters}:
+            numel = sum(one.numel() * (1 + one.is_complex()) for one in parameters if one.dtype == dtype)
+            if numel > torch.iinfo(torch.int32).max:
+                raise UserInputError(f"parameters must be at most 2**31 - 1 with --codec topk; got {numel}")
+
+    def reducer(self, connections: Connections, *, seed: int) -> TopKReducer:
+        ranks = connections.ranks
+        return self.sums(connections.all_gather(), rank=ranks.rank, world_size=ranks.world_size)
+
+    def sums(self, all_gather: AllReduce, *, rank: int, world_size: int) -> TopKReducer:
+        """Return the reducer that sums gradients by this ``all_gather``."""
+        return TopKReducer(
+            all_gather,
+            rank=rank,
+            world_size=world_size,
+            density=self.density,
+            density_warmup=self.density_warmup,
+            momentum=self.momentum_correction,
+        )
 
 
 class TopKReducer:
@@ -48,9 +110,6 @@ class TopKReducer:
         momentum: momentum of the correction, below 1; 0 for none.
     """
 
-    NUMBERS_PER_VALUE = 2
-    """Numbers sent per value: an index and the value, of 4 bytes each."""
-
     def __init__(
         self,
         all_gather: AllReduce,
@@ -72,18 +131,10 @@ class TopKReducer:
         self._sums = Float32Places()
         self._message = torch.empty(0, dtype=torch.int32)
 
-    @staticmethod
-    def check(parameters: Sequence[Tensor]) -> None:
-        """Raise ``UserInputError`` if indices of values of ``parameters`` do not fit into 32 bits."""
-        for dtype in {parameter.dtype for parameter in parameters}:
-            numel = sum(one.numel() * (1 + one.is_complex()) for one in parameters if one.dtype == dtype)
-            if numel > torch.iinfo(torch.int32).max:
-                raise UserInputError(f"parameters must be at most 2**31 - 1 with --codec topk; got {numel}")
-
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
         self.state(buffer)  # makes it, if there is none
         counts = self._counts(buffer, iteration)
-        message = self._message_of(self.NUMBERS_PER_VALUE * sum(counts), self._residuals[0].device)
+        message = self._message_of(NUMBERS_PER_VALUE * sum(counts), self._residuals[0].device)
         for number, (indices, values) in enumerate(_parts(message[self._rank], counts)):
             self._accumulate(number, as_real(buffer.flats[number]))
             self._take(number, indices, values)
@@ -98,7 +149,7 @@ class TopKReducer:
             finish(flat)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
-        return 4 * self.NUMBERS_PER_VALUE * sum(self._counts(buffer, iteration)) * (self._world_size - 1)
+        return 4 * NUMBERS_PER_VALUE * sum(self._counts(buffer, iteration)) * (self._world_size - 1)
 
     def state(self, buffer: FlatBuffer) -> list[Tensor]:
         if not self._residuals:
@@ -189,6 +240,6 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
 
 def _parts(part: Tensor, counts: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield indices and values of each flat tensor in a rank's ``part`` of the message, as views."""
-    for of_flat in part.split([TopKReducer.NUMBERS_PER_VALUE * count for count in counts]):
+    for of_flat in part.split([NUMBERS_PER_VALUE * count for count in counts]):
         indices, values = of_flat.chunk(2) if of_flat.numel() else (of_flat, of_flat)
         yield indices, values.view(torch.float32)

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.codecs.make import make_codec
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
@@ -343,10 +342,10 @@ def test_the_choice_is_by_the_bytes_of_both(rows: int, columns: int, count: int,
     encoded = {"fp32": 4 * rows * columns, "int8": rows * columns + 4 * -(-rows * columns // 1024)}[codec]
     gathered = (world_size - 1) * (4 + 4 * count * (rows + columns))
     fewer = gathered * world_size < 2 * (world_size - 1) * encoded
-    chosen = fewest_bytes(layer, count, make_codec(CodecOptions(codec=codec)), world_size)
+    chosen = fewest_bytes(layer, count, codec_named(codec).make(), world_size)
     assert chosen == {"weight": "factors" if fewer else "matrix"}
     part_bytes = FactorsReducer.part_bytes(count, layer.weight)
-    assert sends_less(part_bytes, layer.weight, make_codec(CodecOptions(codec=codec)), world_size) == fewer
+    assert sends_less(part_bytes, layer.weight, codec_named(codec).make(), world_size) == fewer
 
 
 # --- The hooks --------------------------------------------------------------------------------------------------------
@@ -574,7 +573,7 @@ def _exactly(ranks: Ranks, options: dict[str, Any]) -> tuple[list[str], int, int
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     hashes, counted = [], 0
     with Pipelined(model, optimizer, ranks=ranks, **sections(**options)) as pipeline:
-        transport = pipeline._summing.connections.transport
+        transport = pipeline.pipeline.flight.connections.transport
         before = transport.bytes_sent
         for iteration in range(6):
             for micro_batch in range(2):
@@ -636,8 +635,8 @@ def _chained(ranks: Ranks, options: dict[str, Any], dtype: torch.dtype) -> tuple
             x = torch.randn(2 + ranks.rank, 4, 6, generator=numbers).to(dtype)
             model(x).square().mean().backward()
             pipeline.step()
-            hooks = pipeline._packing.hooks["factors"]
-            assert hooks is None or not any(len(kept.complete) for kept in hooks._kept.values()), "freed"
+            hooks: Any = pipeline._of_exchanges["factors"]
+            assert not any(len(kept.complete) for kept in hooks._kept.values()), "freed"
         pipeline.flush()
         by_factors = set(pipeline.exchanges.values()) == {"factors"}
     weights = torch.cat([parameter.detach().double().view(-1) for parameter in model.parameters()])

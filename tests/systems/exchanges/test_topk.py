@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.sections import Updates
-from pipesgd.systems.exchanges.topk import SAMPLE, TopKReducer, count_of, density_in, largest
+from pipesgd.systems.exchanges.topk import SAMPLE, TopK, TopKReducer, count_of, density_in, largest
 from timing_model.schedules import gather_ring
 
 pytestmark = pytest.mark.slow
@@ -89,11 +89,11 @@ def test_how_many_are_sent(numel: int, density: float, count: int) -> None:
 
 
 def test_more_values_than_an_index_can_name_are_refused() -> None:
-    TopKReducer.check([torch.empty(2**30, device="meta"), torch.empty(2**30 - 1, device="meta")])
+    TopK().check([torch.empty(2**30, device="meta"), torch.empty(2**30 - 1, device="meta")])
     with pytest.raises(
         UserInputError, match=r"parameters must be at most 2\*\*31 - 1 with --codec topk; got 2147483648"
     ):
-        TopKReducer.check([torch.empty(2**30, device="meta"), torch.empty(2**29, dtype=torch.complex64, device="meta")])
+        TopK().check([torch.empty(2**30, device="meta"), torch.empty(2**29, dtype=torch.complex64, device="meta")])
 
 
 LARGE = 5 * SAMPLE + 3
@@ -233,7 +233,7 @@ def test_the_state_of_one_that_has_summed_nothing_is_that_of_the_start() -> None
 
 # --- In a pipeline ----------------------------------------------------------------------------------------------------
 
-OPTIONS = CodecOptions(codec="topk", density=0.05, density_warmup=5, momentum_correction=0.9)
+OPTIONS = codec_named("topk", density=0.05, density_warmup=5, momentum_correction=0.9)
 
 
 def _in_a_pipeline(ranks: Ranks) -> tuple[list[str], str, list[int]]:

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from pipesgd import CodecOptions, Pipelined
+from pipesgd import Pipelined
+from pipesgd.codecs.options import codec_named
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.shard_file import ShardFile
@@ -202,7 +203,7 @@ MEMORY: list[tuple[str, dict[str, Any], int]] = [
     ("nesterov", {"width": 1}, 1 + 1 + 1),
     (
         "adamw",
-        {"width": 2, "prediction": "eager", "codec": CodecOptions(codec="int8", error_feedback="on")},
+        {"width": 2, "prediction": "eager", "codec": codec_named("int8", error_feedback=True)},
         1 + 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1,
     ),
 ]
