@@ -89,7 +89,7 @@ class Cut(Piped):
     def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, parts: int):
         super().__init__(model, ranks, width=width)
         pipeline: Any = self._pipeline
-        reducer = pipeline._summing.reducer
+        reducer = pipeline.pipeline.flight.reducer
         reducer._all_reduce = InParts(reducer._all_reduce, parts)
 
 

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 
 from pipesgd.codecs.base import Codec, mixed
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, codec_named
-from pipesgd.flat_buffer import BucketedBuffer, pack_gradients, take_mean
+from pipesgd.flat_buffer import BucketedBuffer, give_gradients, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate, trainable_parameters
 from pipesgd.pipeline.buckets import bucket_indices
-from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.local_steps import OwnMovement, outer_optimizer
-from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
+from pipesgd.pipeline.prediction import Agreement, Unapplied
+from pipesgd.pipeline.update import Guessed, Update
+from pipesgd.pipeline.width import Width, make_width
 from pipesgd.pipeline.window import Window
+from pipesgd.sections import PredictionKind, Updates
 from pipesgd.systems.windows.elastic import ElasticAveraging
 from timing_model.schedules import split
 
@@ -49,7 +51,8 @@ class _Exchange:
         fragments: numbers of the parameters of each part of them; the parts are exchanged in turns.
         world_size: number of ranks.
         options: codec of the ring.
-        delay: arguments of ``DelayedUpdate``.
+        width: iterations in flight.
+        updates: how gradients are applied and predicted.
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class _Exchange:
         fragments: Sequence[Sequence[int]],
         world_size: int,
         options: CodecOptions,
-        **delay: Any,
+        width: Width,
+        updates: Updates,
     ):
         self.parameters = parameters
         self.fragments = fragments
@@ -67,7 +71,7 @@ class _Exchange:
         """Number of the fragment that is exchanged next."""
         self._world_size = world_size
         # Shared by all ranks. Each rank's own state, how well it agrees and what it missed, is in its Agreement.
-        self.updates = DelayedUpdate(optimizer, parameters, **delay)
+        self.update = Update(optimizer, parameters, width, updates)
         self._agreements = [Agreement() for _ in range(world_size)]
         self._in_flight: deque[_InFlight] = deque()
         self._outgoing: list[Unapplied] = []
@@ -78,11 +82,11 @@ class _Exchange:
 
     def predict(self, rank: int) -> None:
         """Let the parameters hold the weights that this rank expects."""
-        self.updates.predict([gradient.unapplied[rank] for gradient in self._in_flight], self._agreements[rank])
+        self.update.predict([gradient.unapplied[rank] for gradient in self._in_flight], self._agreements[rank])
 
     def hand_over(self, rank: int) -> None:
         """Take this rank's gradients out of ``.grad``."""
-        self._outgoing.append(self.updates.hand_over(pack_gradients(self.parameters, self._buffers[rank])))
+        self._outgoing.append(self.update.keep(pack_gradients(self.parameters, self._buffers[rank])))
 
     def sum(self) -> None:
         """Take the mean of what all ranks have handed over of the fragment whose turn it is."""
@@ -99,13 +103,13 @@ class _Exchange:
         while len(self._in_flight) > remaining:
             gradient = self._in_flight.popleft()
             mean, norm = gradient.mean.views, None
-            if self.updates.wants_norms:  # windows have no guard, and gradients no fragments
+            if self.update.width.wants_norms:  # windows have no guard, and gradients no fragments
                 norm = torch.linalg.vector_norm(gradient.mean.flats[0], dtype=torch.float64).item()
             guessed = [
-                Guessed(unapplied, self.updates.compare(mean, unapplied), agreement)
+                Guessed(unapplied, self.update.compare(mean, unapplied), agreement)
                 for unapplied, agreement in zip(gradient.unapplied, self._agreements, strict=True)
             ]
-            self.updates.arrived(mean, guessed, norm=norm, iteration=iteration)
+            self.update.apply(mean, guessed, norm=norm, iteration=iteration)
 
 
 class SimulatedRanks:
@@ -131,7 +135,7 @@ class SimulatedRanks:
         world_size: int,
         width: int = 2,
         warmup_iterations: int = 0,
-        prediction: str | type[Prediction] = "eager",
+        prediction: PredictionKind = "eager",
         guard: bool = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -148,7 +152,6 @@ class SimulatedRanks:
         self._world_size = world_size
         parameters = trainable_parameters(optimizer)
         late, in_time = ([one for one in parameters if (id(one) in fresh) == is_fresh] for is_fresh in (False, True))
-        clip = Clipping(norm=clip_norm, value=clip_value)
         self._exchanges = [
             _Exchange(
                 optimizer,
@@ -156,11 +159,8 @@ class SimulatedRanks:
                 bucket_indices(model, own, str(fragments)),
                 world_size,
                 options,
-                width=own_width,
-                warmup_iterations=warmup_iterations,
-                prediction=prediction,
-                guard=guard,
-                clip=clip,
+                make_width(own_width, warmup_iterations, guard=guard),
+                Updates(prediction=prediction, clip_norm=clip_norm, clip_value=clip_value),
             )
             for own, own_width in ((late, width), (in_time, 1))
             if own
@@ -191,11 +191,11 @@ class SimulatedRanks:
             self._keep_buffers(self._buffers[rank])
             for one in self._exchanges:
                 one.hand_over(rank)
-                one.updates.weights.restore()
+                one.update.weights.restore()
         self.iteration += iterations
         for one in self._exchanges:
             one.sum()
-            one.apply_until(one.updates.width_after(self.iteration) - 1, self.iteration)
+            one.apply_until(one.update.width.after(self.iteration) - 1, self.iteration)
         return results
 
     def flush(self) -> None:
@@ -256,9 +256,9 @@ class SimulatedLocalSteps(SimulatedRanks):
         self._inner = [
             SynchronousUpdate(optimizer, clip=clip, scaler=None, on_nonfinite="stop") for optimizer in optimizers
         ]
-        updates = self._exchanges[0].updates  # there is one exchange
+        [exchange] = self._exchanges
         window = Window if elastic is None else elastic.window
-        self._windows = [window(parameters, lambda: updates.weights) for _ in optimizers]
+        self._windows = [window(parameters, exchange.update.weights) for _ in optimizers]
 
     def run_window(
         self,
@@ -280,7 +280,7 @@ class SimulatedLocalSteps(SimulatedRanks):
                 losses.append(loss.item())
                 before(rank, iteration)
                 window.step(functools.partial(self._inner[rank].apply, iteration))
-            window.end(self._exchanged)
+            give_gradients(window.parameters, window.end(self._exchanged))
             return losses
 
         return [list(of_ranks) for of_ranks in zip(*self._exchange(compute, iterations=len(batches)), strict=True)]
@@ -289,8 +289,9 @@ class SimulatedLocalSteps(SimulatedRanks):
         """Exchange what has moved since the turn of its fragment, and do what ``SimulatedRanks.flush`` does."""
 
         def compute(rank: int) -> None:
-            self._windows[rank].begin()
-            self._windows[rank].end(self._exchanged)
+            window = self._windows[rank]
+            window.begin()
+            give_gradients(window.parameters, window.end(self._exchanged))
 
         while self._windows[0].unexchanged:
             self._exchange(compute, iterations=0)

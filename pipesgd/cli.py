@@ -11,6 +11,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.metadata
 import inspect
 import io
@@ -157,6 +158,7 @@ def version() -> str:
     return f"pipesgd {__version__} (torch {torch}, Python {platform.python_version()})"
 
 
+@functools.cache
 def help_texts(section: type) -> dict[str, str]:
     """Return the docstring under each field of the dataclass ``section``, on one line."""
     body = ast.parse(inspect.getsource(section)).body[0]

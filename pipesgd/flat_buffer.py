@@ -60,6 +60,16 @@ class FlatBuffer:
         if tensors:
             torch._foreach_copy_(self.views, [local(tensor) for tensor in tensors])
 
+    def fill(self, tensors: Sequence[Tensor | None]) -> None:
+        """Copy in this rank's parts of tensors, as ``fill_from`` does; None counts as zero."""
+        pairs = list(zip(self.views, tensors, strict=True))
+        absent = [view for view, tensor in pairs if tensor is None]
+        if absent:
+            torch._foreach_zero_(absent)
+        present = [(view, tensor) for view, tensor in pairs if tensor is not None]
+        if present:
+            torch._foreach_copy_([view for view, _ in present], [tensor for _, tensor in present])
+
     def copy_to(self, tensors: Sequence[Tensor]) -> None:
         """Copy the values out to ``tensors``."""
         if tensors:
@@ -197,15 +207,10 @@ def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Ten
     Leaves ``.grad`` None, so that the next backward pass makes new gradients, and returns the present ones, of
     DTensors this rank's parts, without the graphs that ``create_graph=True`` gives them.
     """
-    present = [(local_gradient(parameter), view) for parameter, view in zip(parameters, buffer.views, strict=True)]
-    absent = [view for gradient, view in present if gradient is None]
-    if absent:
-        torch._foreach_zero_(absent)
-    views = [view for gradient, view in present if gradient is not None]
-    if views:
-        torch._foreach_copy_(views, [gradient for gradient, _ in present if gradient is not None])
+    present = [local_gradient(parameter) for parameter in parameters]
+    buffer.fill(present)
     gradients = [
-        gradient.detach() if gradient is not None and gradient.requires_grad else gradient for gradient, _ in present
+        gradient.detach() if gradient is not None and gradient.requires_grad else gradient for gradient in present
     ]
     give_gradients(parameters, [None] * len(parameters))
     return gradients

@@ -45,8 +45,8 @@ from pipesgd.data.loading import Batches
 from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySignal, named, warn
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
-from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.pipeline.exchanges import Reduce
+from pipesgd.pipeline.width import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.plan_run import plan_run, save_cluster
 from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.replicas import check_replicas, hashes_of_ranks

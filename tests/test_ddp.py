@@ -41,6 +41,7 @@ from pipesgd import (
 )
 from pipesgd.codecs.options import CODECS, DENSE_CODECS
 from pipesgd.ddp import AttachedPipeline, attach, compress
+from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.sections import Updates, Windows, Wire
@@ -652,16 +653,14 @@ def _checks_of_a_load(ranks: Ranks, options: dict[str, Any]) -> list[str]:
 
     _, pipeline = start(DistributedDataParallel(make_model(), broadcast_buffers=False), **options)
     state = pipeline.state_dict()
-    for kind in (LocalSteps, Pipelined):
+    for kind in (LocalSteps, Pipeline):
         kind.check_state = noted(kind, kind.check_state)  # type: ignore[method-assign]
     pipeline.load_state_dict(state)
     pipeline.close()
     return checks
 
 
-@pytest.mark.parametrize(
-    ("options", "checks"), [({}, ["Pipelined"]), ({"local_steps": 2}, ["LocalSteps", "Pipelined"])]
-)
+@pytest.mark.parametrize(("options", "checks"), [({}, ["Pipeline"]), ({"local_steps": 2}, ["LocalSteps", "Pipeline"])])
 def test_a_state_that_is_loaded_is_checked_once(options: dict[str, Any], checks: list[str]) -> None:
     assert run_ranks(1, _checks_of_a_load, options) == [checks]
 
@@ -770,13 +769,13 @@ def _state_while_waiting(ranks: Ranks) -> list[str]:
     """Ask for a state as a signal's handler does, while a mean is waited for."""
     model = DistributedDataParallel(make_model())
     optimizer, pipeline = start(model)
-    wait, found = pipeline._wait_for_oldest, []
+    wait, found = pipeline.pipeline.flight.next_mean, []
 
     def interrupted() -> Any:
         found.append(refusal(pipeline.state_dict))
         return wait()
 
-    pipeline._wait_for_oldest = interrupted  # type: ignore[method-assign]
+    pipeline.pipeline.flight.next_mean = interrupted  # type: ignore[method-assign]
     for batch in batches(ranks.rank, ranks.world_size, 2):
         train(model, optimizer, batch)
     pipeline.close()
@@ -908,7 +907,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "would be sent in every forward pass",
             "guard of local steps": "guard must be left out with local steps; got True",
             "clipping of local steps": "clip_norm must be left out, since the loop clips its gradients itself; got 1.0",
-            "on_nonfinite of local steps": "on_nonfinite must be stop or skip; got 'skp' (did you mean skip?)",
+            "on_nonfinite of local steps": "on-nonfinite must be stop or skip; got 'skp' (did you mean skip?)",
             "mesh of local steps": "mesh must be left out with local steps; got 'a mesh'",
             "mesh": "mesh must be left out, since a loop with DistributedDataParallel has its own ranks; got a mesh",
             "buckets of local steps": "buckets must be left out with local steps; got 2",
@@ -1098,16 +1097,17 @@ def _timeouts(ranks: Ranks, of_group: float, options: dict[str, float]) -> list[
     """Return for each door how long it waits for a message, for a rank in the store, and for a heartbeat."""
     group = dist.new_group(timeout=timedelta(seconds=of_group))
     doors: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
-        (attach, lambda pipeline: pipeline._summing.connections),
-        (functools.partial(attach, windows=Windows()), lambda steps: steps._pipeline._summing.connections),
+        (attach, lambda pipeline: pipeline.pipeline.flight.connections),
+        (functools.partial(attach, windows=Windows()), lambda steps: steps.pipeline.flight.connections),
         (lambda ddp_model, _, **options: compress(ddp_model, **sections(**options)), lambda state: state._connections),
     ]
     found = []
     for door, connections_of in doors:
         ddp_model = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
         state = door(ddp_model, make_optimizer("sgd", ddp_model), **options)
-        standing = state._ranks.standing
-        found.append((connections_of(state)._timeout, standing.timeout, standing.longest_silence))
+        connections = connections_of(state)
+        standing = connections.ranks.standing
+        found.append((connections._timeout, standing.timeout, standing.longest_silence))
         state.close()
     return found
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import (
     LoopHooks,
@@ -36,8 +37,10 @@ from pipesgd.optim import hyperparameters
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import without_effect
 from pipesgd.optim.step import check_unchanged, set_aside_gradients
-from pipesgd.pipeline.in_flight import InFlight
-from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.pipeline.cut import Cut
+from pipesgd.pipeline.exchanges import Exchanges
+from pipesgd.pipeline.on_pipeline import OnPipeline
+from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.make import check_momentum
@@ -127,7 +130,7 @@ def with_clipping(updates: Updates | None, windows: Windows | None, clipping: di
     return updates if windows is not None else dataclasses.replace(updates or Updates(), **clipping)
 
 
-class AttachedPipeline(Pipelined):
+class AttachedPipeline(OnPipeline):
     """Pipe-SGD inside a DistributedDataParallel program. ``attach`` makes one.
 
     An iteration of the loop is taken apart like this:
@@ -187,19 +190,26 @@ class AttachedPipeline(Pipelined):
         """True until an update has looked whether the loop changes the mean otherwise than it has announced."""
         self._stepping_itself = False
         self._started = False
+        self._optimizer = optimizer
+        self._codec_options = codec_options(codec)
+        cut = Cut.of(ddp_model, optimizer, str(wire.buckets), Exchanges(ddp_model, wire.reduce))
         super().__init__(
-            ddp_model,
-            optimizer,
-            width=width,
-            codec=codec,
-            wire=wire,
-            updates=updates if self._scaler is None else dataclasses.replace(updates, on_nonfinite="skip"),
-            seed=seed,
-            init_sync=init_sync,
-            ranks=ranks or current(wire.timeout, process_group or ddp_model.process_group),
+            Pipeline(
+                ddp_model,
+                optimizer,
+                cut,
+                width=width,
+                codec=self._codec_options,
+                wire=wire,
+                updates=updates if self._scaler is None else dataclasses.replace(updates, on_nonfinite="skip"),
+                seed=seed,
+                init_sync=init_sync,
+                ranks=ranks or current(wire.timeout, process_group or ddp_model.process_group),
+            )
         )
-        self._own_steps.remove()  # the loop takes them
-        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self.pipeline.update.own_steps.remove()  # the loop takes them
+        self._parameters = cut.parameters
+        self._places = {id(parameter): place for place, parameter in enumerate(cut.parameters)}
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
         self._loop_hooks.before_forward_of(ddp_model, self.before_forward)
 
@@ -208,33 +218,29 @@ class AttachedPipeline(Pipelined):
         raise UserInputError("an attached pipeline must be left to the loop: call optimizer.step() instead of step()")
 
     def flush(self) -> StepReport:
-        """Wait for and apply all gradients in flight; see ``Pipelined.flush``.
+        """Wait for and apply all gradients in flight; see ``OnPipeline.flush``.
 
         Raises its errors, and ``ReplicasDivergedError`` if the ranks end with different weights.
         """
-        report = self.apply_all()
+        self._settle("flush")
+        self._stepping_itself = True
+        try:
+            report = super().flush()
+        finally:
+            self._stepping_itself = False
         if report.applied:
             self.check_replicas()
         return report
 
-    def apply_all(self) -> StepReport:
-        """Do what ``flush`` does, but compare nothing."""
-        self._settle("flush")
-        self._stepping_itself = True
-        try:
-            return super().apply_all()
-        finally:
-            self._stepping_itself = False
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the gradients in flight and the codec's state; see ``Pipelined.state_dict``."""
+        """Return the gradients in flight and the codec's state; see ``OnPipeline.state_dict``."""
         self._settle("state_dict")
         return super().state_dict()
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise what ``load_state_dict`` raises before it changes anything, also for too many gradients in flight."""
         super().check_state(state)
-        in_flight, width = len(state["in_flight"]), self._updates.width_after(state["iteration"])
+        in_flight, width = len(state["in_flight"]), self.pipeline.update.width.after(state["iteration"])
         if in_flight >= width:  # each backward pass applies one, so that they would stay
             raise UserInputError(
                 f"width must be at least {in_flight + 1}, for the gradients in flight in the state that is loaded; "
@@ -255,70 +261,77 @@ class AttachedPipeline(Pipelined):
         """Apply the gradients in flight and end the communication. The model trains again if it is attached again."""
         if self._loop_hooks is not None:
             self._loop_hooks.remove()
-        super().close()
-
-    def _take_out(self, gradient: InFlight) -> None:
-        super()._take_out(gradient)
-        if (copied := self._copies.pop(gradient.iteration, None)) is not None:
-            self._free_copies.append(copied)
+        error: BaseException | None = None
+        try:
+            if self.pipeline.flight.in_flight and not self.pipeline.failed:
+                self._settle("close")
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self.pipeline.close(error)
 
     # ---- 1. backward
 
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take over a bucket of gradients; with the last, replace those of all buckets by the ones that are due."""
         try:
-            self.check_usable()
-            self.check_gradients(new=True)
+            self.pipeline.check_usable()
+            self.pipeline.check_gradients(new=True)
             self._buckets.append((bucket.parameters(), gradients_of(bucket)))
             if bucket.is_last():
                 buckets, self._buckets = self._buckets, []
                 self._exchange(buckets)
         except BaseException as error:
-            self._updates.weights.restore()
-            self._error = error
+            self.pipeline.note(error)
             raise
         return done(bucket.buffer())
 
     def _exchange(self, buckets: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
         self._check_left_out("backward")  # the forward pass was in evaluation mode, as with frozen statistics
-        check_unchanged(self._optimizer, self._cut.identities, "an attached pipeline")
+        pipeline, flight, update = self.pipeline, self.pipeline.flight, self.pipeline.update
+        check_unchanged(self._optimizer, pipeline.cut.identities, "an attached pipeline")
         check_momentum(self._codec_options, self._optimizer)
-        iteration = self.iteration
-        self._ranks.iteration = iteration
+        iteration = flight.ranks.iteration = pipeline.iteration
         begin = time.perf_counter()
         gradients = {self._places[id(p)]: g for bucket in buckets for p, g in zip(*bucket, strict=True)}
-        with self.whole(f"taking over the gradients of iteration {iteration}"):
-            outgoing = self._packing.next_outgoing(iteration)
+        with pipeline.whole(f"taking over the gradients of iteration {iteration}"):
+            outgoing = flight.next_outgoing(iteration)
             buffer = outgoing.buffer
             buffer.fill_from([gradients[place] for place in range(len(self._parameters))])
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             if scale != 1.0:
                 torch._foreach_div_(buffer.flats, scale)
-            local = buffer.views
-            if self._keeps_own:  # in a copy, since torch's buckets will hold the mean
-                self._copies[iteration] = self._free_copies.pop() if self._free_copies else FlatBuffer(buffer.views)
-                self._copies[iteration].fill_from(buffer.views)
-                local = self._copies[iteration].views
-            outgoing.local = [*local]
-            self._hand_over(outgoing)
+            # In a copy where they are kept, since torch's buckets will hold the mean.
+            outgoing.local = [*(self._copy_of(buffer, iteration) if update.keeps_own else buffer).views]
+            departed = pipeline.depart(outgoing, [0])
         pack = Span("pack", iteration, begin, time.perf_counter())
-        self._ranks.enter("all-reduce", waiting=True)
-        wire_bytes = self._summing.reducer.wire_bytes(buffer, iteration)
+        flight.ranks.enter("all-reduce", waiting=True)
+        wire_bytes = flight.wire_bytes(departed, [0])
         self._due = StepReport(wire_bytes=wire_bytes, spans=(pack,))
         mean = None
-        if len(self._in_flight) >= self._updates.width_after(self.iteration):
-            gradient, report = self._wait_for_oldest()
-            with self.whole(f"the update of iteration {gradient.iteration}"):
+        if len(flight.in_flight) >= update.width.after(pipeline.iteration):
+            gradient, report = flight.next_mean()
+            with pipeline.whole(f"the update of iteration {gradient.iteration}"):
                 if report.applied:
-                    self._updates.learn(gradient.buffer.views, [self._guess_of(gradient)])
-                self._hyperparameters = gradient.unapplied.hyperparameters
+                    update.learn(gradient.buffer.views, pipeline.guesses_of(gradient, report))
+                self._hyperparameters = gradient.known.hyperparameters
                 mean = gradient.buffer if report.applied or self._scaler is not None else None
-                self._take_out(gradient)
+                flight.land()
             self._due = dataclasses.replace(report, wire_bytes=wire_bytes, spans=(pack, *report.spans))
-            self._check_finite(report)
-        self._ranks.enter("compute")
+            pipeline.check_finite(report)
+        flight.ranks.enter("compute")
         self._mean = mean
         self._give(gradients, mean, scale)
+
+    def _copy_of(self, buffer: FlatBuffer, iteration: int) -> FlatBuffer:
+        """Return a copy of this rank's gradients, in memory that is free again once they are no longer in flight."""
+        in_flight = {gradient.iteration for gradient in self.pipeline.flight.in_flight}
+        for landed in self._copies.keys() - in_flight:
+            self._free_copies.append(self._copies.pop(landed))
+        self._copies[iteration] = self._free_copies.pop() if self._free_copies else FlatBuffer(buffer.views)
+        self._copies[iteration].fill_from(buffer.views)
+        return self._copies[iteration]
 
     def _give(self, gradients: dict[int, Tensor], mean: FlatBuffer | None, scale: float) -> None:
         """Let torch's buckets hold ``mean`` at the loss scale of the present, or zeros."""
@@ -343,15 +356,15 @@ class AttachedPipeline(Pipelined):
         return before_update(self._begin_update, args, kwargs)
 
     def _begin_update(self) -> None:
-        self.check_usable()
+        self.pipeline.check_usable()
         if self._due is None:
             raise step_without_gradient()
         if not self._started:
             self._started = True
             if self._scaler is None:
                 check_no_scaler(sys._getframe())
-        self._half_done = f"the update of iteration {self.iteration - 1}"
-        self._updates.weights.restore()
+        self.pipeline.half_done = f"the update of iteration {self.iteration - 1}"
+        self.pipeline.weights.restore()
         self._take_options()
         if self._due.applied:
             self._warn_of_changes()
@@ -364,17 +377,16 @@ class AttachedPipeline(Pipelined):
 
         The loop may have set them since its backward pass.
         """
-        now = hyperparameters.current(self._optimizer)
-        if self._in_flight and self._in_flight[-1].iteration == self.iteration - 1:
-            newest = self._in_flight.pop()
-            unapplied = dataclasses.replace(newest.unapplied, hyperparameters=now)
-            self._in_flight.append(dataclasses.replace(newest, unapplied=unapplied))
+        now, in_flight = hyperparameters.current(self._optimizer), self.pipeline.flight.in_flight
+        if in_flight and in_flight[-1].iteration == self.iteration - 1:
+            newest = in_flight[-1]
+            in_flight[-1] = dataclasses.replace(newest, known=dataclasses.replace(newest.known, hyperparameters=now))
         else:
             self._hyperparameters = now
 
     def _warn_of_changes(self) -> None:
         """Warn once if the loop has changed the mean in ``.grad`` in a way that it has not announced."""
-        if self._mean is None or not self._looks_for_changes or self.width == 1:
+        if self._mean is None or not self._looks_for_changes or self.pipeline.update.width.most == 1:
             return
         if getattr(self._optimizer, "grad_scale", None) is not None:
             return  # a fused optimizer: the scaler leaves the division to it
@@ -398,19 +410,20 @@ class AttachedPipeline(Pipelined):
         if self._stepping_itself:
             return
         self._update.close()
-        self._half_done = None
+        self.pipeline.half_done = None
         applied = self._due is not None and self._due.applied
         self._finish_iteration()
-        if applied and self.width > 1:  # a flush, and the copy of the optimizer that predicts, use memory repeatedly
-            self._check_copies([p.grad for p in self._parameters if p.grad is not None])
+        update = self.pipeline.update
+        if applied and update.width.most > 1:  # a flush, and the copy of the optimizer that predicts, reuse memory
+            update.check_copies([p.grad for p in self._parameters if p.grad is not None])
 
     def _finish_iteration(self) -> None:
         assert self._due is not None
         self.report, self._due = self._due, None
         begin = time.perf_counter()
-        self._updates.weights.restore()
+        self.pipeline.weights.restore()
         with set_aside_gradients(self._optimizer):
-            self._predict()
+            self.pipeline.predict()
         predict = Span("predict", self.iteration - 1, begin, time.perf_counter())
         self.report = dataclasses.replace(self.report, spans=(*self.report.spans, predict))
 
@@ -429,7 +442,7 @@ class AttachedPipeline(Pipelined):
         Else the mean of an earlier iteration would be lost, and the gradient in its place, which the loop has dropped
         or adds to another one, be applied later.
         """
-        if self._due is not None and self._in_flight and not self._due.skipped:
+        if self._due is not None and self.pipeline.flight.in_flight and not self._due.skipped:
             raise UserInputError(
                 "backward() must be followed by optimizer.step(), or run in ddp_model.no_sync(), with its forward "
                 f"pass, if its gradients are accumulated or dropped; got another {following} pass without a step"
@@ -438,7 +451,9 @@ class AttachedPipeline(Pipelined):
     def _settle(self, call: str) -> None:
         if self._due is None:
             return
-        waits = len(self._in_flight) >= self._updates.width_after(self.iteration)  # and a signal's handler calls
+        pipeline = self.pipeline
+        # And a signal's handler calls.
+        waits = len(pipeline.flight.in_flight) >= pipeline.update.width.after(pipeline.iteration)
         if self._due.applied or waits:
             raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
         self._finish_iteration()

@@ -30,12 +30,13 @@ from pipesgd.flat_buffer import are_finite
 from pipesgd.optim.optimizer_copy import without_effect
 from pipesgd.optim.step import set_aside_gradients
 from pipesgd.pipeline.local_steps import LocalSteps
+from pipesgd.pipeline.on_pipeline import OnPipeline
 from pipesgd.ranks import Ranks, current
 from pipesgd.sections import Updates, Windows, Wire
 from pipesgd.strategy import StepReport
 
 
-class AttachedLocalSteps(LocalSteps):
+class AttachedLocalSteps(OnPipeline):
     """Local steps inside a DistributedDataParallel program. ``attach(..., windows=Windows(local_steps=H))`` makes one.
 
     An iteration of the loop is taken apart like this:
@@ -85,7 +86,8 @@ class AttachedLocalSteps(LocalSteps):
         self._started = False
         self._update = contextlib.ExitStack()
         """Contexts that the end of a step of the optimizer closes."""
-        super().__init__(
+        self._optimizer = optimizer
+        self._steps = LocalSteps(
             ddp_model,
             optimizer,
             windows,
@@ -97,7 +99,9 @@ class AttachedLocalSteps(LocalSteps):
             init_sync=init_sync,
             ranks=ranks or current(wire.timeout, process_group or ddp_model.process_group),
         )
-        self._own_steps.remove()  # the loop takes them
+        super().__init__(self._steps.pipeline)
+        self.owns_optimizer = True
+        self._steps.own_steps.remove()  # the loop takes them
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
         if scaler is not None and self._scaled:
             self._loop_hooks.before_update_of(scaler, self.before_scaler_update)
@@ -112,32 +116,43 @@ class AttachedLocalSteps(LocalSteps):
         Raises its errors, and ``ReplicasDivergedError`` if the ranks end with different weights.
         """
         self._settle("flush")
-        report = super().flush()
+        report = self._steps.flush()
         if report.applied:
-            self._pipeline.check_replicas()
+            self.check_replicas()
         return report
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of both optimizers and of the window; see ``LocalSteps.state_dict``."""
         self._settle("state_dict")
-        return super().state_dict()
+        return self._steps.state_dict()
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise what ``load_state_dict`` raises before it changes anything: see ``LocalSteps``."""
+        self._steps.check_state(state)
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Drop the iteration that was interrupted, if any, and continue from ``state``."""
         self._computed = False
         self._update.close()  # that of a step that was interrupted, which puts back the gradients from before it
-        super().load_checked(state)
+        self._steps.load_checked(state)
 
     def close(self) -> None:
         """Exchange the window so far and end the communication. The model trains again if it is attached again."""
         if self._loop_hooks is not None:
             self._loop_hooks.remove()
-        super().close()
+        try:
+            if not (self.closed or self.pipeline.failed):
+                self._settle("close")
+        except UserInputError as error:
+            self.pipeline.error = error
+            raise
+        finally:
+            self._steps.close()
 
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Leave a bucket of gradients as it is; refuse it once nothing exchanges what it moves."""
-        self._pipeline.check_usable()
-        self._pipeline.check_gradients(new=True)
+        self.pipeline.check_usable()
+        self.pipeline.check_gradients(new=True)
         self._computed |= bucket.is_last()
         return done(bucket.buffer())
 
@@ -146,20 +161,20 @@ class AttachedLocalSteps(LocalSteps):
         return before_update(self._begin_update, args, kwargs)
 
     def _begin_update(self) -> None:
-        with self._noting_errors():
-            self._pipeline.check_usable()
+        pipeline = self.pipeline
+        with pipeline.noting():
+            pipeline.check_usable()
             if not self._computed:
                 raise step_without_gradient()
             if not (self._scaled or self._started):
                 check_no_scaler(sys._getframe())
             self._started = True
-            self._inner.check_parameters("local steps")
-            self._average()
-            finite = are_finite(p.grad for p in self._inner.parameters if p.grad is not None)
+            self._steps.prepare()
+            finite = are_finite(p.grad for p in pipeline.cut.parameters if p.grad is not None)
             if not (finite or self._skips):
                 raise NonFiniteGradientError(self.iteration, own=True)
-            self._update.enter_context(self._pipeline.whole(f"the local step of iteration {self.iteration}"))
-            self._window.work()
+            self._update.enter_context(pipeline.whole(f"the local step of iteration {self.iteration}"))
+            self._steps.window.work()
             self._skipped = not finite
             if self._skipped:
                 self._update.enter_context(without_effect(self._optimizer))
@@ -171,15 +186,16 @@ class AttachedLocalSteps(LocalSteps):
 
     def _finish_iteration(self, *, skipped: bool) -> None:
         self._computed = False
-        culprit = self._ranks.number(self._ranks.rank)
+        pipeline, window, ranks = self.pipeline, self._steps.window, self.pipeline.flight.ranks
+        culprit = ranks.number(ranks.rank)
         own = StepReport(skipped=(self.iteration,), nonfinite_ranks=(culprit,)) if skipped else StepReport()
-        with self._noting_errors(), set_aside_gradients(self._optimizer):
-            self._pipeline.check_usable()
-            with self._pipeline.whole(f"the end of iteration {self.iteration}"):
-                self._window.work()
-                self._window.worked()
-                self._pipeline.iteration += 1
-            self.report = self._finish(own)
+        with pipeline.noting(), set_aside_gradients(self._optimizer):
+            pipeline.check_usable()
+            with pipeline.whole(f"the end of iteration {self.iteration}"):
+                window.work()
+                window.worked()
+                pipeline.iteration += 1
+            self.report = self._steps.finish(own)
 
     def before_scaler_update(self) -> None:
         """End an iteration whose step the loop's GradScaler has left out."""

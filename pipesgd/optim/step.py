@@ -82,8 +82,9 @@ def set_aside_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     give_gradients(parameters, [None] * len(parameters))
     try:
         yield
-    finally:
-        give_gradients(parameters, gradients)
+    finally:  # without a call, in which an interruption would leave all of them out
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:

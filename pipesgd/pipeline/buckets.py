@@ -57,14 +57,14 @@ class BackwardHooks:
 
     Args:
         buckets: parameters of each bucket.
-        leave: lets the next bucket leave and adds 1 to ``left``; it may decline, and returns False then.
+        leave: lets the next bucket leave; it may decline, and returns False then.
+        left: returns the number of buckets that have left since the last step.
     """
 
-    def __init__(self, buckets: Sequence[Sequence[Tensor]], leave: Callable[[], bool]):
-        self.left = 0
-        """Number of buckets that have left since the last step."""
+    def __init__(self, buckets: Sequence[Sequence[Tensor]], leave: Callable[[], bool], left: Callable[[], int]):
         self._buckets = buckets[:-1]
         self._leave = leave
+        self._left = left
         self._holds = 0
         self._incomplete: list[set[int]] = []
         """Parameters of each bucket, by their ids, whose gradients the backward pass has not completed."""
@@ -77,8 +77,7 @@ class BackwardHooks:
 
     def begin_iteration(self) -> None:
         """Expect the backward pass of another iteration."""
-        self.left = 0
-        self._expect_all()
+        self._incomplete = [{id(parameter) for parameter in bucket} for bucket in self._buckets]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -95,7 +94,7 @@ class BackwardHooks:
         Raises:
             UserInputError: there are such gradients.
         """
-        for bucket in self._buckets[: self.left]:
+        for bucket in self._buckets[: self._left()]:
             if any(parameter.grad is not None for parameter in bucket):
                 raise _late()
 
@@ -105,18 +104,15 @@ class BackwardHooks:
             handle.remove()
         self._leave = lambda: False
 
-    def _expect_all(self) -> None:
-        self._incomplete = [{id(parameter) for parameter in bucket} for bucket in self._buckets]
-
     def _complete(self, number: int, parameter: Tensor) -> None:
-        if number < self.left:
+        if number < self._left():
             raise _late()
         if self._holds:
             return
         if id(parameter) not in self._incomplete[number]:  # another backward pass adds to a bucket that has not left
-            self._expect_all()
+            self.begin_iteration()
         self._incomplete[number].discard(id(parameter))
-        while self.left < len(self._buckets) and not self._incomplete[self.left] and self._leave():
+        while (left := self._left()) < len(self._buckets) and not self._incomplete[left] and self._leave():
             pass
 
 

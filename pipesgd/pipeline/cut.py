@@ -13,6 +13,7 @@ from pipesgd.errors import UserInputError
 from pipesgd.optim.step import trainable_identities, trainable_parameters
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.exchanges import Exchanges
+from pipesgd.pipeline.in_flight import Layout
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class Cut:
         return cls(model, optimizer, into, parameters, exchanges, indices, identities, buckets, exchange, dense)
 
     @property
-    def whole_buckets(self) -> list[list[Tensor]]:
-        """Parameters of the buckets whose gradients are exchanged whole."""
-        return [bucket for bucket, how in zip(self.buckets, self.exchange, strict=True) if how == "matrix"]
+    def layout(self) -> Layout:
+        """Layout of the gradient of these parameters."""
+        return Layout(self.parameters, self.indices, self.exchange)
 
 
 def _check_max_norm(model: nn.Module, parameters: Sequence[Tensor]) -> None:

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from pipesgd.checks import check_one_of
 from pipesgd.errors import UserInputError
+from pipesgd.pipeline.in_flight import WHOLE
 from pipesgd.reducers.make import GATHERING, gathering
 from pipesgd.sections import REDUCES
-
-WHOLE = "matrix"
-"""Exchange of gradients that are summed whole."""
 
 Reduce = str | Mapping[str, str]
 """One exchange for all parameters that it can exchange, or the exchange of each parameter by the parameter's name."""

@@ -1,4 +1,4 @@
-"""Gradients on their way: those whose buckets are leaving, and those whose mean is awaited."""
+"""Gradients on their way: their layout, those whose buckets are leaving, and those whose mean is awaited."""
 
 from __future__ import annotations
 
@@ -7,14 +7,36 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from pipesgd.flat_buffer import BucketedBuffer, on_device
-from pipesgd.pipeline.prediction import Unapplied
+from pipesgd.flat_buffer import BucketedBuffer
 from pipesgd.strategy import Comparison, Span
+
+Known = TypeVar("Known")
+"""Type of what the weight half of a pipeline knows of a gradient in flight."""
+
+WHOLE = "matrix"
+"""Exchange of gradients that are summed whole."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors of a gradient, cut into buckets, each with one kind of exchange."""
+
+    tensors: Sequence[Tensor]
+    """Tensors of the shapes, strides, dtypes and device of the gradient."""
+    buckets: Sequence[Sequence[int]]
+    """Indices of the tensors of each bucket, in the order in which the buckets leave."""
+    exchange: Sequence[str]
+    """Exchange of each bucket."""
+
+    def of_buckets(self, exchange: str | None = None) -> list[list[Tensor]]:
+        """Return the tensors of each bucket, or of those with this ``exchange``."""
+        pairs = zip(self.buckets, self.exchange, strict=True)
+        return [[self.tensors[index] for index in one] for one, how in pairs if exchange in (None, how)]
 
 
 @dataclass(frozen=True)
@@ -26,21 +48,21 @@ class Reduction:
     """Times in which the mean of each bucket was computed."""
     comparison: Comparison | None
     norm: float | None
-    """Norm of the mean if that is finite; with a guard, the same bits on all ranks, whatever processors they have."""
+    """Norm of the mean if that is finite; where ranks agree on it, the same bits on all of them."""
     gathered_bytes: int
     """Bytes that this rank has sent to gather what gradients are made of."""
 
 
 @dataclass
 class Outgoing:
-    """A gradient of this rank whose buckets are leaving, up to the step that hands it over."""
+    """A gradient of this rank whose buckets are leaving, up to its departure."""
 
     iteration: int
     buffer: BucketedBuffer
-    scale: float
-    """Loss scale in effect when this gradient was computed."""
     local: list[Tensor | None]
-    """Gradients of this rank, by parameter, of the buckets that have left; None for parameters without one."""
+    """Gradients of this rank, by tensor, of the buckets that are packed; None for tensors without one."""
+    scale: float = 1.0
+    """Loss scale in effect when this gradient was computed."""
     packs: list[Span] = field(default_factory=list)
     sums: list[Span] = field(default_factory=list)
     """Times in which the buckets were packed, and in which the communication thread summed them."""
@@ -53,38 +75,38 @@ class Outgoing:
     gathered_bytes: int = 0
     """Bytes that this rank has sent to gather what gradients are made of."""
 
+    def own_is_finite(self) -> bool:
+        """Return True if this rank's own gradient is finite, where the communication thread has looked."""
+        return all(self.own_finite)
+
 
 @dataclass(frozen=True)
-class InFlight:
-    """A gradient in flight, handed over in ``iteration``."""
+class InFlight(Generic[Known]):
+    """A gradient in flight, which departed in ``iteration``."""
 
     iteration: int
     buffer: BucketedBuffer
-    unapplied: Unapplied
-    scale: float
-    """Loss scale in effect when this gradient was computed."""
+    known: Known
+    """What the other half of the pipeline knows of it."""
     own_is_finite: Callable[[], bool]
     """Function that returns True if this rank's own gradient is finite; called only if the mean is not."""
     reduction: Future[Reduction]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the mean, after waiting for it, and of what is known of it."""
+        """Return copies of the mean, after waiting for it, and of what is known of it on the wire."""
         arrived = self.reduction.result()
         return {
             "iteration": self.iteration,
-            "hyperparameters": list(self.unapplied.hyperparameters),
             "finite": arrived.finite,
             "norm": arrived.norm,
             "gathered_bytes": arrived.gathered_bytes,
             "comparison": list(arrived.comparison or ()),
             "flats": [flat.clone() for flat in self.buffer.flats],
-            "scale": self.scale,
-            "kept": [tensor.clone() for tensor in self.unapplied.kept],
             "own_is_finite": arrived.finite or self.own_is_finite(),
         }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any], buffer: BucketedBuffer, device: torch.device) -> Self:
+    def of_state(cls, state: Mapping[str, Any], buffer: BucketedBuffer, known: Known) -> Self:
         """Return the gradient of a ``state_dict``, whose mean is put into ``buffer``."""
         torch._foreach_copy_(buffer.flats, state["flats"])
         now = time.perf_counter()
@@ -98,11 +120,4 @@ class InFlight:
                 gathered_bytes=state["gathered_bytes"],
             )
         )
-        return cls(
-            iteration=state["iteration"],
-            buffer=buffer,
-            unapplied=Unapplied(on_device(state["kept"], device), state["hyperparameters"]),
-            scale=state["scale"],
-            own_is_finite=functools.partial(bool, state["own_is_finite"]),
-            reduction=arrived,
-        )
+        return cls(state["iteration"], buffer, known, functools.partial(bool, state["own_is_finite"]), arrived)

@@ -1,7 +1,7 @@
 """Local steps: ranks train by themselves for H iterations, and exchange what that moved their weights.
 
 The window of H iterations takes the place of the iteration in Pipe-SGD, the movement (the weights at its start minus
-those at its end) that of the gradient, and an outer optimizer that of the optimizer. Everything else is ``Pipelined``.
+those at its end) that of the gradient, and an outer optimizer that of the optimizer. The pipeline is the same.
 With rank i of p, window n, outer weights w and width K:
 
 .. math::
@@ -22,13 +22,12 @@ keep their own weights; see ``pipesgd.systems.windows.elastic``.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
+import time
 import warnings
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -44,7 +43,10 @@ from pipesgd.guests import guest
 from pipesgd.nested import loadable
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import OwnSteps, SynchronousUpdate, check_not_schedule_free, set_aside_gradients
-from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.pipeline.cut import Cut
+from pipesgd.pipeline.exchanges import Exchanges
+from pipesgd.pipeline.on_pipeline import OnPipeline
+from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.pipeline.prediction import (
     Agreement,
     OwnGradients,
@@ -52,7 +54,6 @@ from pipesgd.pipeline.prediction import (
 )
 from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
 from pipesgd.pipeline.window import Window
-from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.rules import GRADIENTS, OUTER, PARTS, WINDOWS, check_rules, options_of_sections
 from pipesgd.sections import (
@@ -63,7 +64,7 @@ from pipesgd.sections import (
     check_parts,
     check_width,
 )
-from pipesgd.strategy import Comparison, StepReport, Strategy
+from pipesgd.strategy import Comparison, Span, StepReport
 
 AVERAGE_LR, LATE_AVERAGE_LR, NESTEROV_LR, NESTEROV_MOMENTUM = 1.0, 0.8, 0.7, 0.9
 """Defaults of the outer optimizer: the mean of the ranks' weights at width 1, a little less of a mean movement that is
@@ -118,13 +119,7 @@ class OwnMovement(OwnGradients):
             torch._foreach_mul_(guess, max(agreement.cosine, 0.0) ** 2)
 
 
-class _InTurns(Pipelined):
-    """A pipeline of fragments, of which each exchange sums one."""
-
-    _in_turns = True
-
-
-class LocalSteps(Strategy):
+class LocalSteps(OnPipeline):
     """Local steps: each rank trains by itself for H iterations, a window, before the ranks exchange their movements.
 
     A movement is how far a window has moved a rank's weights. With outer "average" this is Local SGD (Stich, ICLR
@@ -133,7 +128,7 @@ class LocalSteps(Strategy):
 
     ``step`` is called in every iteration, as with ``Pipelined``: it steps ``optimizer`` on this rank's own gradients,
     which are divided by the loss scale, checked and clipped before. In every H-th iteration it also exchanges the
-    movement, by a ``Pipelined`` of the outer weights. A window bears the number of its last iteration, for instance in
+    movement, by a pipeline of the outer weights. A window bears the number of its last iteration, for instance in
     ``StepReport.applied``.
 
     In the middle of a window the parameters hold this rank's own weights. The true ones, which are the same on all
@@ -218,9 +213,6 @@ class LocalSteps(Strategy):
         check_rules(options_of_sections(wire, updates, windows, **given), WINDOWS, GRADIENTS, PARTS, OUTER)
         check_not_schedule_free(optimizer)
         clip = Clipping(norm=updates.clip_norm, value=updates.clip_value)
-        self.module = model
-        """Model that is trained."""
-        self.replicated = True
         self.owns_optimizer = True
         self._optimizer = optimizer
         self._local_steps = windows.local_steps
@@ -234,8 +226,8 @@ class LocalSteps(Strategy):
                 "b.weight = a.weight); got some that do"
             )
         self._averages = guest("average state")(optimizer, self._inner.parameters) if windows.average_state else None
-        self._ranks = given_ranks(ranks, process_group, DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout)
-        elastic = guest("elastic")(windows.moving_rate, self._ranks.world_size) if outer == "elastic" else None
+        ranks = given_ranks(ranks, process_group, DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout)
+        elastic = guest("elastic")(windows.moving_rate, ranks.world_size) if outer == "elastic" else None
         lr = windows.outer_lr if elastic is None else elastic.lr
         self._outer = outer_optimizer(self._inner.parameters, outer, lr, windows.outer_momentum, width=width)
         [group] = self._outer.param_groups
@@ -246,8 +238,6 @@ class LocalSteps(Strategy):
             "outer-momentum": group["momentum"],
         }
         """Options of the outer optimizer, which must be those of a state that is loaded."""
-        self._error: BaseException | None = None
-        """Error that the last ``step`` or ``flush`` raised."""
         own = {
             "local_steps": windows.local_steps,
             "average_state": windows.average_state,
@@ -255,16 +245,20 @@ class LocalSteps(Strategy):
             "clip_value": updates.clip_value,
         }
         names = [] if self._averages is None else self._averages.names(model)
-        check_same_settings(self._ranks, own | optimizer_settings(optimizer), {"averaged state": names})
+        check_same_settings(ranks, own | optimizer_settings(optimizer), {"averaged state": names})
+        wire = dataclasses.replace(wire, buckets=fragments)
+        self._cut = Cut.of(model, self._outer, str(fragments), Exchanges(model, wire.reduce))
+        self._turn = 0
+        """Number of the fragment that is exchanged next."""
         self._inner.loss_scale.take()
         try:
-            kind = Pipelined if fragments == 1 else _InTurns
-            self._pipeline = kind(
+            pipeline = Pipeline(
                 model,
                 self._outer,
+                self._cut,
                 width=width,
                 codec=chosen_codec,
-                wire=dataclasses.replace(wire, buckets=fragments),
+                wire=wire,
                 updates=Updates(
                     prediction=OwnMovement if elastic is None else elastic.prediction,
                     warmup_iterations=updates.warmup_iterations,
@@ -272,25 +266,18 @@ class LocalSteps(Strategy):
                 ),
                 seed=seed,
                 init_sync=init_sync,
-                ranks=self._ranks,
+                ranks=ranks,
             )
         except BaseException:
             self._inner.loss_scale.leave()
             raise
+        super().__init__(pipeline)
         window = Window if elastic is None else elastic.window
-        self._window: Window = window(self._inner.parameters, lambda: self._pipeline.weights)
-        self._own_steps = OwnSteps(optimizer)
-        self._own_steps.refuse_others()
-
-    @property
-    def iteration(self) -> int:  # type: ignore[override]
-        """Number of iterations so far."""
-        return self._pipeline.iteration
-
-    @property
-    def closed(self) -> bool:
-        """True once ``close`` was called."""
-        return self._pipeline.closed
+        self.window: Window = window(self._inner.parameters, pipeline.weights)
+        """The iterations of this rank since the last exchange."""
+        self.own_steps = OwnSteps(optimizer)
+        """Steps of ``optimizer``, which are refused to the training loop until this is removed."""
+        self.own_steps.refuse_others()
 
     def step(self) -> StepReport:
         """Apply this rank's gradients to its own weights, and exchange the movement if the window ends.
@@ -307,18 +294,29 @@ class LocalSteps(Strategy):
             OutOfStepError: another rank is in a different call or iteration.
             RunError: the averaged state of the ranks' optimizers is not finite.
         """
-        with self._noting_errors():
-            self._pipeline.check_usable()
-            self._pipeline.check_gradients()
-            self._inner.check_parameters("local steps")
-            late = self._average()
+        pipeline, ranks = self.pipeline, self.pipeline.flight.ranks
+        with pipeline.noting():
+            pipeline.check_usable()
+            pipeline.check_gradients()
+            late = self.prepare()
             iteration = self.iteration
-            with self._pipeline.whole(f"the local step of iteration {iteration}"), self._own_steps.taken():
-                report = self._window.step(functools.partial(self._inner.apply, iteration))
-                self._pipeline.iteration += 1
-            culprits = (self._ranks.number(self._ranks.rank),) * len(report.skipped)
+            with pipeline.whole(f"the local step of iteration {iteration}"), self.own_steps.taken():
+                report = self.window.step(functools.partial(self._inner.apply, iteration))
+                pipeline.iteration += 1
+            culprits = (ranks.number(ranks.rank),) * len(report.skipped)
             report = dataclasses.replace(report, applied=(), nonfinite_ranks=culprits)
-            return self._finish(late.followed_by(report))
+            return self.finish(late.followed_by(report))
+
+    def prepare(self) -> StepReport:
+        """Prepare a step of this rank's own; return a report of averages that an interruption has left out."""
+        self._inner.check_parameters("local steps")
+        return self._average()
+
+    def finish(self, report: StepReport) -> StepReport:
+        """End the window, after an iteration of which ``report`` is, if it is long enough."""
+        if self.window.steps < (1 if self.iteration <= self._warmup_iterations else self._local_steps):
+            return report
+        return report.followed_by(self._exchange())
 
     def flush(self) -> StepReport:
         """Exchange the window so far, if there is one, and apply all movements in flight. Collective.
@@ -330,34 +328,25 @@ class LocalSteps(Strategy):
 
         Raises the same errors as ``step``.
         """
-        with self._noting_errors(), set_aside_gradients(self._optimizer):
-            self._pipeline.check_usable()
+        with self.pipeline.noting(), set_aside_gradients(self._optimizer):
+            self.pipeline.check_usable()
             report = self._average()
-            while self._window.unexchanged:  # less after a call that was interrupted
+            while self.window.unexchanged:  # less after a call that was interrupted
                 report = report.followed_by(self._exchange())
-            return report.followed_by(self._pipeline.flush())
-
-    @contextlib.contextmanager
-    def true_weights(self) -> Iterator[None]:
-        """Make the model hold the outer weights while the context is open; changes then are kept."""
-        with self._pipeline.true_weights():
-            yield
-
-    def combine_buffers(self, how: Buffers = "average") -> None:
-        """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
-        self._pipeline.combine_buffers(how)
+            return report.followed_by(self.pipeline.flush())
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the state of the pipeline, of both optimizers and of the window so far, after waiting for
         movements in flight."""
         return {
             "iteration": self.iteration,
-            "pipeline": self._pipeline.state_dict(),
+            "pipeline": self.pipeline.state_dict(),
             "settings": loadable(self._settings),
             "outer": loadable(copy.deepcopy(self._outer.state_dict())),
             "optimizer": loadable(copy.deepcopy(self._optimizer.state_dict())),
             "loss_scale": self._inner.loss_scale.state_dict(),
-            "window": self._window.state_dict(),
+            "window": self.window.state_dict(),
+            "turn": self._turn,
             "average_due": self._averages is not None and self._averages.due,
         }
 
@@ -380,86 +369,65 @@ class LocalSteps(Strategy):
                     f"groups of the {name} must have {saved} parameters, as in the state that is loaded; got {here}"
                 )
         check_shapes(state["window"]["start"], self._inner.parameters)
-        self._pipeline.check_state(state["pipeline"])
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
-
-        Raises:
-            UserInputError: ``state`` is of another number of ranks or of fragments, another codec, another outer
-                optimizer or other trained parameters. Nothing is changed.
-        """
-        self.check_state(state)
-        self.load_checked(state)
+        self.pipeline.check_state(state["pipeline"])
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Continue from a ``state`` that ``check_state`` has accepted."""
-        self._error = None
         # Copies: torch's optimizers continue with the very tensors that they load.
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._outer.load_state_dict(copy.deepcopy(state["outer"]))
         self._inner.loss_scale.load_state_dict(state["loss_scale"])
-        self._pipeline.load_checked(state["pipeline"])
-        self._window.load_state_dict(state["window"])
+        self.pipeline.load_checked(state["pipeline"])
+        with self.pipeline.whole("the loading of a state"):
+            self.window.load_state_dict(state["window"])
+            self._turn = state["turn"]
         if self._averages is not None:
             self._averages.due = state["average_due"]
-
-    def fail(self, error: BaseException) -> None:
-        """End every wait at once with ``error``, such as a failure of another rank. Thread-safe."""
-        self._pipeline.fail(error)
 
     def close(self) -> None:
         """Flush, and end the pipeline, as ``Pipelined.close`` does; after an error, drop what was not exchanged."""
         if self.closed:
             return
         try:
-            if self._error is None and not self._pipeline.failed:
+            if not self.pipeline.failed:
                 self.flush()
-            elif self._window.unexchanged:
+            elif self.window.unexchanged:
                 warnings.warn(
                     "the pipeline was closed after an error: this rank's movements since the last exchange of each "
-                    f"parameter are dropped (local steps: {self._window.unexchanged}), and the model holds the weights "
+                    f"parameter are dropped (local steps: {self.window.unexchanged}), and the model holds the weights "
                     "without them",
                     RuntimeWarning,
                     stacklevel=2,
                 )
         finally:
-            self._own_steps.remove()
+            self.own_steps.remove()
             self._inner.loss_scale.leave()
-            self._pipeline.__exit__(None, self._error, None)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._error = self._error or error
-        self.close()
-
-    def _finish(self, report: StepReport) -> StepReport:
-        """End the window, after an iteration of which ``report`` is, if it is long enough."""
-        if self._window.steps < (1 if self.iteration <= self._warmup_iterations else self._local_steps):
-            return report
-        return report.followed_by(self._exchange())
+            super().close()
 
     def _exchange(self) -> StepReport:
-        with self._pipeline.whole(f"the movement that ends with iteration {self.iteration - 1}"):
-            self._pipeline.iteration -= 1  # a window bears the number of its last iteration
-            self._window.end(self._pipeline.next_summed)
+        pipeline, flight = self.pipeline, self.pipeline.flight
+        iteration = pipeline.iteration - 1  # a window bears the number of its last iteration
+        numbers = [self._turn]
+        with pipeline.whole(f"the movement that ends with iteration {iteration}"):
+            begin = time.perf_counter()
+            moved = self.window.end(self._cut.indices[self._turn])
             if self._averages is not None:
                 self._averages.due = True
-            report = self._pipeline.exchange()
-        report = report.followed_by(self._average())
-        self._window.begin()
+            flight.ranks.iteration = iteration
+            outgoing = flight.next_outgoing(iteration)
+            outgoing.buffer.fill(moved)
+            outgoing.local = moved
+            pack = Span("pack", iteration, begin, time.perf_counter())
+            gradient = pipeline.depart(outgoing, numbers)
+            self._turn = (self._turn + 1) % len(self._cut.indices)
+        report = pipeline.advance(gradient, numbers, [pack]).followed_by(self._average())
+        with pipeline.whole(f"the window that begins with iteration {self.iteration}"):
+            self.window.begin()
         return report
 
     def _average(self) -> StepReport:
         """Average the state of the ranks' optimizers, if that is asked for and due: after an interruption, later."""
-        return StepReport() if self._averages is None else self._averages.average(self._pipeline, self._ranks)
-
-    @contextlib.contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._error = error
-            raise
-        self._error = None
+        if self._averages is None:
+            return StepReport()
+        report: StepReport = self._averages.average(self.pipeline)
+        return report

@@ -23,14 +23,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 
 from pipesgd.checks import check_one_of
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import give_gradients
+from pipesgd.flat_buffer import give_gradients, on_device
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.hyperparameters import Hyperparameters
 from pipesgd.optim.optimizer_copy import OptimizerCopy
@@ -63,6 +63,18 @@ class Unapplied:
     """Tensors that the prediction kept of the gradient, shaped like the parameters; not to be changed."""
     hyperparameters: Hyperparameters
     """Options of the optimizer that the gradient will be applied with."""
+    scale: float = 1.0
+    """Loss scale in effect when the gradient was computed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all of it."""
+        kept = [tensor.clone() for tensor in self.kept]
+        return {"kept": kept, "hyperparameters": list(self.hyperparameters), "scale": self.scale}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], device: torch.device) -> Self:
+        """Return that of a ``state_dict``, on this ``device``."""
+        return cls(on_device(state["kept"], device), state["hyperparameters"], state["scale"])
 
 
 class Agreement:
@@ -320,8 +332,9 @@ class Replayed(Prediction, abc.ABC):
             return
         try:
             self._replay(guesses, agreement)
-        finally:  # also when interrupted: the next gradient would be added to a guess
-            give_gradients(self._parameters, [None] * len(self._parameters))
+        finally:  # also when interrupted, and without a call: the next gradient would be added to a guess
+            for parameter in self._parameters:
+                parameter.grad = None
 
     @property
     def nbytes(self) -> int:

@@ -32,7 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from pipesgd.errors import UserInputError
-from pipesgd.pipeline.delayed_update import DelayedUpdate
+from pipesgd.pipeline.prediction import SwappedWeights
 from pipesgd.shards import is_dtensor
 
 
@@ -43,12 +43,12 @@ class TrueWeightsHooks:
 
     Args:
         model: the whole model.
-        updates: holder of the true and predicted weights of its parameters.
+        weights: true and predicted weights of its parameters.
     """
 
-    def __init__(self, model: nn.Module, updates: DelayedUpdate):
+    def __init__(self, model: nn.Module, weights: SwappedWeights):
         self._model = unwrapped(model)
-        self._updates = updates
+        self._weights = weights
         self._computing = False
         """True while a forward pass of the whole model runs."""
         self._brief = False
@@ -75,11 +75,11 @@ class TrueWeightsHooks:
             ]
         self._modes = [mode for module in model.modules() for mode in changes_of_mode(module)]
         for mode in self._modes:
-            mode.updates.append(updates)
+            mode.weights.append(weights)
         follow_averages()
         self._modules = list(model.modules())
         for module in self._modules:
-            _UPDATES.setdefault(module, []).append(updates)
+            _WEIGHTS.setdefault(module, []).append(weights)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -87,10 +87,10 @@ class TrueWeightsHooks:
             handle.remove()
         self._handles.clear()
         for mode in self._modes:
-            mode.leave(self._updates)
+            mode.leave(self._weights)
         self._modes.clear()
         for module in self._modules:
-            _UPDATES[module].remove(self._updates)
+            _WEIGHTS[module].remove(self._weights)
         self._modules.clear()
 
     def check_gradients(self, *, new: bool = False) -> None:
@@ -102,8 +102,7 @@ class TrueWeightsHooks:
         Raises:
             UserInputError: they were computed so.
         """
-        weights = self._updates.weights
-        if not (self._evaluated and weights.are_valid and not weights.are_predicted):
+        if not (self._evaluated and self._weights.are_valid and not self._weights.are_predicted):
             return
         if new or (self._has_gradients() and not self._had_gradients):
             raise UserInputError(
@@ -116,7 +115,7 @@ class TrueWeightsHooks:
         self._computing = True
         self._brief = False
         if not torch.is_grad_enabled():
-            self._brief = self._updates.weights.show_true()
+            self._brief = self._weights.show_true()
         else:
             self._follow_mode()
 
@@ -124,7 +123,7 @@ class TrueWeightsHooks:
         self._computing = False
         if self._brief:
             self._brief = False
-            self._updates.weights.return_to_predicted()
+            self._weights.return_to_predicted()
 
     def _before_part(self, module: nn.Module, inputs: Any) -> None:
         if not (torch.compiler.is_compiling() or self._computing):
@@ -132,16 +131,16 @@ class TrueWeightsHooks:
 
     def _follow_mode(self) -> None:
         if self._model.training:
-            self._updates.weights.return_to_predicted(graphs_end=True)
+            self._weights.return_to_predicted(graphs_end=True)
             self._evaluated = False
-        elif self._updates.weights.show_true(graphs_end=True):
+        elif self._weights.show_true(graphs_end=True):
             self._evaluated, self._had_gradients = True, self._has_gradients()
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._model.parameters())
 
     def _begin_saving(self, module: nn.Module, *details: Any) -> None:
-        shown = self._updates.weights.show_true()
+        shown = self._weights.show_true()
         if shown or self._saving in (None, module):  # else a part of it, unless one could not be made
             self._saving, self._shown_to_save = module, shown
 
@@ -153,10 +152,10 @@ class TrueWeightsHooks:
                 if is_dtensor(value) and not isinstance(value, nn.Parameter):
                     state[name] = value.clone()
             if self._shown_to_save:
-                self._updates.weights.return_to_predicted()
+                self._weights.return_to_predicted()
 
     def _begin_loading(self, module: nn.Module, *details: Any) -> None:
-        self._updates.weights.restore()  # the predicted weights are not those expected from the loaded ones
+        self._weights.restore()  # the predicted weights are not those expected from the loaded ones
 
 
 class ChangeOfMode:
@@ -166,8 +165,8 @@ class ChangeOfMode:
     """
 
     def __init__(self, module: nn.Module, name: str):
-        self.updates: list[DelayedUpdate] = []
-        """Holders of the weights of the pipelines that train the module."""
+        self.weights: list[SwappedWeights] = []
+        """Weights of the pipelines that train the module."""
         self._module = module
         self._name = name
         self._before = vars(module).get(name)
@@ -176,13 +175,13 @@ class ChangeOfMode:
         vars(module)[name] = self
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        with _true_weights(self.updates):
+        with _true_weights(self.weights):
             return self._change(*arguments, **named)
 
-    def leave(self, updates: DelayedUpdate) -> None:
-        """Forget one of ``updates``; after the last one, put back what was there."""
-        self.updates.remove(updates)
-        if not self.updates and vars(self._module).get(self._name) is self:
+    def leave(self, weights: SwappedWeights) -> None:
+        """Forget one of ``weights``; after the last one, put back what was there."""
+        self.weights.remove(weights)
+        if not self.weights and vars(self._module).get(self._name) is self:
             del vars(self._module)[self._name]
             if self._before is not None:
                 vars(self._module)[self._name] = self._before
@@ -202,15 +201,15 @@ def changes_of_mode(module: nn.Module) -> list[ChangeOfMode]:
     return [one if isinstance(one, ChangeOfMode) else ChangeOfMode(module, name) for name, one in present]
 
 
-_UPDATES: WeakKeyDictionary[nn.Module, list[DelayedUpdate]] = WeakKeyDictionary()
-"""Holders of the weights of each module that has hooks, or is a part of one."""
+_WEIGHTS: WeakKeyDictionary[nn.Module, list[SwappedWeights]] = WeakKeyDictionary()
+"""Weights of the pipelines that train each module that has hooks, or is a part of one."""
 
 
 @contextlib.contextmanager
-def _true_weights(updates: Sequence[DelayedUpdate]) -> Iterator[None]:
+def _true_weights(weights: Sequence[SwappedWeights]) -> Iterator[None]:
     with contextlib.ExitStack() as held:
-        for one in updates:
-            held.enter_context(one.weights.held_true())
+        for one in weights:
+            held.enter_context(one.held_true())
         yield
 
 
@@ -222,7 +221,7 @@ def follow_averages() -> None:
 
     @functools.wraps(plainly)
     def update_parameters(averaged: AveragedModel, model: nn.Module) -> None:
-        with _true_weights(_UPDATES.get(unwrapped(model), ())):
+        with _true_weights(_WEIGHTS.get(unwrapped(model), ())):
             plainly(averaged, model)
 
     update_parameters._has_true_weights = True  # type: ignore[attr-defined]

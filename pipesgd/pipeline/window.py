@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pipesgd.flat_buffer import give_gradients
 from pipesgd.pipeline.prediction import SwappedWeights
 
 T = TypeVar("T")
@@ -19,12 +18,11 @@ class Window:
 
     Args:
         parameters: the parameters that the rank's own optimizer updates.
-        weights: returns their weights: the true ones are those of the outer optimizer, and a window changes the
-            others.
+        weights: their weights: the true ones are those of the outer optimizer, and a window changes the others.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], weights: Callable[[], SwappedWeights]):
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[Tensor], weights: SwappedWeights):
+        self.parameters = parameters
         self._weights = weights
         self._start: list[Tensor] = []
         """Weights at the start of the window; empty before it."""
@@ -49,7 +47,7 @@ class Window:
         Movements that were not exchanged are kept, too, from the weights that are there after the exchange.
         """
         if self._start:
-            self._weights().begin(self._start)
+            self._weights.begin(self._start)
         elif self._left:
             self.work()
 
@@ -63,30 +61,31 @@ class Window:
     def worked(self) -> None:
         """Count an iteration whose update has been done after ``work``."""
         # An optimizer may have given the parameters other storage.
-        self._weights().predicted = [parameter.data for parameter in self._parameters]
+        self._weights.predicted = [parameter.data for parameter in self.parameters]
         self._since = [steps + 1 for steps in self._since]
 
-    def end(self, exchanged: Sequence[int]) -> None:
-        """Make what is exchanged the parameters' ``.grad``. The next step begins another window.
+    def end(self, exchanged: Sequence[int]) -> list[Tensor | None]:
+        """Return what is exchanged, by parameter. The next step begins another window.
 
         Args:
-            exchanged: numbers of the parameters whose movements are exchanged.
+            exchanged: numbers of the parameters whose movements are exchanged; it is None for the others.
         """
         self.work()
-        self._take_exchanged(exchanged, [parameter.data for parameter in self._parameters])
+        taken = self.take(exchanged, [parameter.data for parameter in self.parameters])
         for number in exchanged:
             self._since[number] = 0
+        return taken
 
-    def _take_exchanged(self, exchanged: Sequence[int], now: Sequence[Tensor]) -> None:
-        """Make the movements to the weights ``now`` the ``.grad`` of the parameters that are ``exchanged``."""
+    def take(self, exchanged: Sequence[int], now: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the movements to the weights ``now`` of the parameters that are ``exchanged``."""
         torch._foreach_sub_(self._start, list(now))
         self._left, self._start = dict(enumerate(self._start)), []
         moved = {number: self._left.pop(number) for number in exchanged}
-        give_gradients(self._parameters, [moved.get(number) for number in range(len(now))])
+        return [moved.get(number) for number in range(len(now))]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of steps, and copies of the weights at the start and now if there are any."""
-        weights = self._weights()
+        weights = self._weights
         begun = bool(self._start) and weights.are_valid
         return {
             "steps": self.steps,
@@ -98,24 +97,24 @@ class Window:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict``; the parameters' true weights must be those of that moment already."""
-        device = self._parameters[0].device
+        device = self.parameters[0].device
         self._start = []
         self._left = {number: tensor.to(device, copy=True) for number, tensor in state["left"].items()}
         self._since = list(state["since"])
         if state["start"]:
-            self._weights().work()
+            self._weights.work()
             self._start = [tensor.to(device, copy=True) for tensor in state["start"]]
-            torch._foreach_copy_([parameter.data for parameter in self._parameters], list(state["now"]))
+            torch._foreach_copy_([parameter.data for parameter in self.parameters], list(state["now"]))
 
     def work(self) -> None:
         """Let the parameters hold this rank's weights, from which the window begins if it has not begun."""
-        weights = self._weights()
+        weights = self._weights
         if not weights.are_valid:  # others were loaded, or an error has put the true ones in
             self._start = []
         weights.work()
         if not self._start:
-            self._start = [parameter.data.clone() for parameter in self._parameters]
+            self._start = [parameter.data.clone() for parameter in self.parameters]
             if self._left:
-                moved = [self._parameters[number].data for number in self._left]
+                moved = [self.parameters[number].data for number in self._left]
                 torch._foreach_sub_(moved, list(self._left.values()))
                 self._left = {}

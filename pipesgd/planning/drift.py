@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
+from pipesgd.pipeline.width import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.planned import Planned
 
 WINDOW, WINDOWS = 20, 3

@@ -70,7 +70,7 @@ COMMAND = """
         pytest.param("pipesgd.train", "load", 1, "", id="loading"),
         pytest.param("pipesgd.train", "plan_run", 2, "", id="planning"),
         pytest.param("pipesgd.calibration.codec_speeds", "measure", 1, "--codec auto", id="calibration"),
-        pytest.param("pipesgd.pipeline.pipelined", "check_same_training", 1, "--codec int8", id="making a pipeline"),
+        pytest.param("pipesgd.pipeline.pipeline", "check_same_training", 1, "--codec int8", id="making a pipeline"),
         pytest.param("pipesgd.reducers.make", "compile_loops", 0, "--codec int8", id="compilation"),
         pytest.param("pipesgd.train", "forward_backward", 1, "--loader-workers 1", id="computation"),
         pytest.param("pipesgd.train", "evaluate", 0, "", id="evaluation"),
@@ -168,7 +168,7 @@ LOOP = """
             pipeline.step()
         for _ in range(3):
             iteration()
-        thread = pipeline._summing.thread
+        thread = pipeline.pipeline.flight.thread
         while {{link.rank for link in ranks._watcher.neighbours._links if link.is_up}} != {{0, 1, 2}} - {{rank}}:
             time.sleep(0.02)
         pipeline.flush()
@@ -390,7 +390,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def test_a_process_that_ends_after_its_watch_is_not_missed() -> None:
-    assert run_ranks(2, _leaves_and_ends, process_group=False) == [0, 0]
+    assert run_ranks(2, _leaves_and_ends, process_group=False, fresh=True) == [0, 0]
 
 
 def test_a_watch_that_follows_another_one_is_connected_again() -> None:

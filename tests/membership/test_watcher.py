@@ -194,8 +194,10 @@ def test_heartbeats_of_a_loop_of_ones_own_say_what_it_does(monkeypatch: pytest.M
     seen = []
     model = torch.nn.Linear(1, 1)
     with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1) as pipeline:
-        ranks, apply = pipeline._ranks, pipeline._apply_oldest
-        monkeypatch.setattr(pipeline, "_apply_oldest", lambda: (seen.append(ranks.standing.beat(0.0)), apply())[1])
+        ranks, apply = pipeline.pipeline.flight.ranks, pipeline.pipeline.apply_oldest
+        monkeypatch.setattr(
+            pipeline.pipeline, "apply_oldest", lambda: (seen.append(ranks.standing.beat(0.0)), apply())[1]
+        )
         for _ in range(2):
             model(torch.ones(1, 1)).sum().backward()
             pipeline.step()
@@ -500,7 +502,7 @@ def _one_fails_in_its_own_loop(ranks: Ranks) -> Any:
 
 
 def test_a_failure_elsewhere_ends_the_wait_of_a_loop_of_ones_own() -> None:
-    kind, text = run_ranks(2, _one_fails_in_its_own_loop, deadline=40.0)[0]
+    kind, text = run_ranks(2, _one_fails_in_its_own_loop, deadline=40.0, fresh=True)[0]
     assert kind is PeerFailed
     assert "rank 1 has failed: rank 1: the disk is full" in text
 

@@ -140,15 +140,13 @@ def _hooks(buckets: int, decline: bool = False) -> tuple[nn.Sequential, Backward
     order: list[int] = []
 
     def leave() -> bool:
-        if decline:
-            return False
-        order.append(hooks.left)
-        hooks.left += 1
-        return True
+        if not decline:
+            order.append(len(order))
+        return not decline
 
     parameters = list(model.parameters())
     cut = [[parameters[index] for index in bucket] for bucket in bucket_indices(model, parameters, str(buckets))]
-    hooks = BackwardHooks(cut, leave)
+    hooks = BackwardHooks(cut, leave, lambda: len(order))
     return model, hooks, order
 
 
@@ -159,22 +157,23 @@ def test_buckets_leave_in_order_and_the_last_one_waits_for_the_step() -> None:
     assert order == []
     model(torch.ones(1, 2)).sum().backward()
     assert order == [0, 1, 2]
+    order.clear()
     hooks.begin_iteration()
     model[2](torch.ones(1, 2)).sum().backward()
-    assert order == [0, 1, 2], "it is complete, and waits for the one before it"
+    assert order == [], "it is complete, and waits for the one before it"
     model[3](torch.ones(1, 2)).sum().backward()
-    assert order == [0, 1, 2, 0, 1]
+    assert order == [0, 1]
     hooks.remove()
     model(torch.ones(1, 2)).sum().backward()
-    assert order == [0, 1, 2, 0, 1]
+    assert order == [0, 1]
 
 
 def test_a_second_gradient_is_refused_once_the_bucket_has_left() -> None:
-    model, hooks, _ = _hooks(2)
+    model, hooks, order = _hooks(2)
     model[3](torch.ones(1, 2)).sum().backward()
     model[3](torch.ones(1, 2)).sum().backward()  # the bucket has not left, so this is added up
     model[2](torch.ones(1, 2)).sum().backward()
-    assert hooks.left == 1
+    assert order == [0]
     for context in (contextlib.nullcontext(), hooks.held()):
         with context, pytest.raises(UserInputError, match="another gradient of a parameter whose bucket has left"):
             model[2](torch.ones(1, 2)).sum().backward()
@@ -186,9 +185,9 @@ def test_a_second_gradient_is_refused_once_the_bucket_has_left() -> None:
 
 
 def test_a_bucket_that_declines_to_leave_stays() -> None:
-    model, hooks, order = _hooks(3, decline=True)
+    model, _, order = _hooks(3, decline=True)
     model(torch.ones(1, 2)).sum().backward()
-    assert (hooks.left, order) == (0, [])
+    assert order == []
 
 
 def test_a_bucket_that_stayed_leaves_when_another_pass_has_completed_it() -> None:
@@ -201,10 +200,9 @@ def test_a_bucket_that_stayed_leaves_when_another_pass_has_completed_it() -> Non
             declines.pop()
             return False
         complete.append([parameter.grad is not None for parameter in model[1].parameters()])
-        hooks.left += 1
         return True
 
-    hooks = BackwardHooks([list(model[1].parameters()), list(model[0].parameters())], leave)
+    BackwardHooks([list(model[1].parameters()), list(model[0].parameters())], leave, lambda: len(complete))
     model(torch.ones(1, 2)).sum().backward()
     assert complete == []
     model.zero_grad()
@@ -372,7 +370,7 @@ def _apart(ranks: Ranks, options: dict[str, Any]) -> list[tuple[str, int]]:
                 )
                 for group in groups
             ]
-            transports = [pipeline._summing.connections.transport for pipeline in pipelines]
+            transports = [pipeline.pipeline.flight.connections.transport for pipeline in pipelines]
             before = sum(transport.bytes_sent for transport in transports)
             announced = 0
             for iteration in range(ITERATIONS):
@@ -404,13 +402,15 @@ def _look_during_backward(ranks: Ranks) -> tuple[bool, list[str], int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reduced = threading.Event()
     with Pipelined(model, optimizer, width=1, ranks=ranks, wire=Wire(buckets=3)) as pipeline:
-        take_mean = pipeline._summing.take_mean
+        flight = pipeline.pipeline.flight
+        meet = flight.meet
 
-        def tell(outgoing: Any, number: int, exchange: str, *, looks: bool) -> None:
-            take_mean(outgoing, number, exchange, looks=looks)
-            reduced.set()
+        def tell(*arguments: Any) -> Any:
+            future = meet(*arguments)
+            future.add_done_callback(lambda _: reduced.set())
+            return future
 
-        pipeline._summing.take_mean = tell  # type: ignore[method-assign]
+        flight.meet = tell  # type: ignore[method-assign]
         seen = []
         model[0].weight.register_hook(lambda gradient: seen.append(reduced.wait(20.0)))
         model(torch.ones(1, 4)).sum().backward()
@@ -624,7 +624,7 @@ def _interrupted(ranks: Ranks, buckets: int, method: str, call: int) -> tuple[li
         saved = copy.deepcopy([part.state_dict() for part in parts])
     refused = []
     if call:
-        owner: Any = pipeline._packing if method == "pack" else pipeline
+        owner: Any = pipeline if method == "_pack" else pipeline.pipeline.flight
         original, calls = getattr(owner, method), itertools.count(1)
 
         def interrupted(*arguments: Any) -> Any:
@@ -651,7 +651,7 @@ def _interrupted(ranks: Ranks, buckets: int, method: str, call: int) -> tuple[li
     return refused, weights_sha256(model)
 
 
-INTERRUPTIONS = [(1, "pack", 1), (3, "pack", 2), (3, "pack", 3), (3, "_meet", 1), (3, "_meet", 3)]
+INTERRUPTIONS = [(1, "_pack", 1), (3, "_pack", 2), (3, "_pack", 3), (3, "meet", 1), (3, "meet", 3)]
 """Buckets, and calls that are interrupted: in the backward pass, unless they are for the last bucket."""
 
 
@@ -709,4 +709,4 @@ def test_the_plans_of_all_buckets_are_kept() -> None:
         for _ in range(2):
             sum(parameter.sum() for parameter in model).backward()
             pipeline.step()
-        assert len(pipeline._summing.reducer._all_reduce._plans) == 30  # type: ignore[attr-defined]
+        assert len(pipeline.pipeline.flight.reducer._all_reduce._plans) == 30  # type: ignore[attr-defined]

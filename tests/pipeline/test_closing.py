@@ -151,9 +151,9 @@ def _fail_to_construct(ranks: Ranks, where: str) -> tuple[list[int], list[int], 
 @pytest.mark.parametrize(
     "where",
     [
-        "pipesgd.pipeline.pipelined.share_rank_0s_state",
-        "pipesgd.pipeline.summing.make_reducer",
-        "pipesgd.pipeline.pipelined.drop_gradients",
+        "pipesgd.pipeline.pipeline.share_rank_0s_state",
+        "pipesgd.pipeline.flight.make_reducer",
+        "pipesgd.pipeline.pipeline.drop_gradients",
     ],
 )
 def test_a_pipeline_that_cannot_be_made_leaves_no_file_descriptor_thread_or_hook_behind(where: str) -> None:
@@ -315,7 +315,7 @@ def _flush_interrupted(ranks: Ranks, then: str) -> str:
     step(0)
     if ranks.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline, "_apply_oldest", interrupted)
+            patch.setattr(pipeline.pipeline, "apply_oldest", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 pipeline.flush()
     else:

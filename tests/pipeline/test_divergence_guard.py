@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipesgd import Pipelined
-from pipesgd.pipeline.divergence_guard import FACTOR, SETTLE, SYNCHRONOUS_ITERATIONS, Guard
+from pipesgd.pipeline.width import FACTOR, SETTLE, SYNCHRONOUS_ITERATIONS, make_width
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.sections import Updates
@@ -22,27 +22,27 @@ pytestmark = pytest.mark.slow
 
 @given(norms=st.lists(st.floats(1.0, FACTOR), max_size=200))
 def test_norms_within_the_factor_are_nothing(norms: list[float]) -> None:
-    guard = Guard()
+    guard = make_width(2, guard=True)
     assert not any(guard.observe(norm, iteration) for iteration, norm in enumerate(norms))
-    assert not any(guard.is_synchronous(iteration) for iteration in range(len(norms) + 1))
+    assert {guard.after(iteration) for iteration in range(len(norms) + 1)} == {2}
 
 
 def test_a_blow_up_begins_a_time_at_width_1_which_ends() -> None:
-    guard = Guard()
+    guard = make_width(2, guard=True)
     for iteration in range(SETTLE):
         assert not guard.observe(1000.0 if iteration == 3 else 1.0, iteration), "the mean has not settled"
     mean = guard.state_dict()["mean"]
     assert guard.observe(FACTOR * mean * 1.01, SETTLE)
     assert not guard.observe(float("nan"), SETTLE + 1), "one fallback, not two"
-    assert guard.is_synchronous(SETTLE + SYNCHRONOUS_ITERATIONS - 1)
-    assert not guard.is_synchronous(SETTLE + SYNCHRONOUS_ITERATIONS)
-    other = Guard()
+    assert guard.after(SETTLE + SYNCHRONOUS_ITERATIONS - 1) == 1
+    assert guard.after(SETTLE + SYNCHRONOUS_ITERATIONS) == 2
+    other = make_width(2, guard=True)
     other.load_state_dict(guard.state_dict())
     assert other.observe(FACTOR * mean * 1.01, SETTLE + SYNCHRONOUS_ITERATIONS)
 
 
 def _fallbacks(norms: list[float]) -> list[int]:
-    guard = Guard()
+    guard = make_width(2, guard=True)
     return [iteration for iteration, norm in enumerate(norms) if guard.observe(norm, iteration)]
 
 
@@ -58,7 +58,7 @@ def test_zero_norms_at_the_start_say_nothing_about_the_level() -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_never_enters_the_mean(bad: float) -> None:
-    guard = Guard()
+    guard = make_width(2, guard=True)
     for iteration in range(SETTLE + 3):
         assert not guard.observe(bad if iteration < 3 else 1.0, iteration)
     assert guard.observe(bad, SETTLE + 3)
@@ -102,7 +102,7 @@ def _norms_of_complex_parameters(ranks: Ranks) -> float:
     for _ in range(2):
         parameter.grad = torch.tensor([3.0, 4.0j])
         pipeline.step()
-    mean: float = pipeline.state_dict()["guard"]["mean"]
+    mean: float = pipeline.state_dict()["width"]["mean"]
     pipeline.flush()
     pipeline.close()
     return mean

@@ -149,5 +149,5 @@ def test_no_copies_are_kept_of_what_is_never_put_back() -> None:
         with Pipelined(model, optimizer, width=1, codec="int4", updates=Updates(on_nonfinite=on_nonfinite)) as pipeline:
             sum(one.sum() for one in model.parameters()).backward()  # type: ignore[union-attr]
             pipeline.step()
-            undo = pipeline._summing._undo
+            undo = pipeline.pipeline.flight._undo
             assert (None if undo is None else len(undo._copies)) == number

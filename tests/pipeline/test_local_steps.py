@@ -838,7 +838,7 @@ def test_a_movement_that_an_interruption_keeps_from_leaving_is_no_gradient_of_th
         if call == "step":
             model(torch.ones(4, 2)).sum().backward()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipesgd.pipeline.pipelined.check_dense", _interrupt)
+            patch.setattr(strategy.pipeline.flight, "depart", _interrupt)
             with pytest.raises(KeyboardInterrupt):
                 getattr(strategy, call)()
         number = 1 if call == "step" else 0
@@ -871,8 +871,9 @@ def _flush_in_parts(ranks: Ranks, options: dict[str, Any], iterations: int, wait
             interrupted = False
             with pytest.MonkeyPatch.context() as patch:
                 if ranks.rank == 0:
-                    outcomes = [strategy._pipeline._wait_for_oldest] * last + [_interrupt]
-                    patch.setattr(strategy._pipeline, "_wait_for_oldest", lambda outcomes=outcomes: outcomes.pop(0)())
+                    flight = strategy.pipeline.flight
+                    outcomes = [flight.next_mean] * last + [_interrupt]
+                    patch.setattr(flight, "next_mean", lambda outcomes=outcomes: outcomes.pop(0)())
                 try:
                     strategy.flush()
                 except KeyboardInterrupt:
@@ -918,7 +919,7 @@ def _average_late(ranks: Ranks, then: str) -> list[float]:
         step(1.0 + ranks.rank)
         with pytest.MonkeyPatch.context() as patch:
             if ranks.rank == 0:
-                patch.setattr(strategy._pipeline, "_wait_for_oldest", _interrupt)
+                patch.setattr(strategy.pipeline.flight, "next_mean", _interrupt)
             with pytest.raises(KeyboardInterrupt) if ranks.rank == 0 else contextlib.nullcontext():
                 step(1.0 + ranks.rank)
         if then == "load" and ranks.rank == 0:
@@ -946,6 +947,7 @@ def _differ(ranks: Ranks) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_windows_of_different_lengths_are_named() -> None:
     for line in run_ranks(2, _differ):
         assert "local_steps" in line

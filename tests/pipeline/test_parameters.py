@@ -179,7 +179,7 @@ def _large_buffers(ranks: Ranks) -> tuple[list[float], tuple[int, bool], list[fl
     model.running_var.copy_(torch.tensor([40000.0 + 64 * ranks.rank, torch.nan if ranks.rank == 2 else 1.0]))
     pipeline.combine_buffers("average")
     averaged = torch.full((2,), 60000.0, dtype=torch.float16)
-    sent = pipeline.average([averaged])
+    sent = pipeline.pipeline.average([averaged])
     pipeline.close()
     return model.running_var.tolist(), sent, averaged.tolist()
 

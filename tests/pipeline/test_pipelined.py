@@ -421,7 +421,7 @@ def test_without_torchrun_one_rank_trains_alone() -> None:
         ({"width": 65}, "width must be at most 64"),
         ({"warmup_iterations": -1}, "warmup-iterations must be at least 0; got -1"),
         ({"all_reduce": "rign"}, "did you mean ring"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite must be stop or skip; got 'ignore'"),
+        ({"on_nonfinite": "ignore"}, "on-nonfinite must be stop or skip; got 'ignore'"),
         ({"timeout": 0}, "timeout must be from 0.1 to 1,000,000 seconds; got 0"),
     ],
 )
@@ -460,7 +460,7 @@ def test_gradients_that_are_not_kept_are_looked_at_beside_the_computation(
         threads.append(threading.current_thread().name)
         return flat_buffer.all_finite(buffer)
 
-    monkeypatch.setattr("pipesgd.pipeline.summing.all_finite", all_finite)
+    monkeypatch.setattr("pipesgd.pipeline.flight.all_finite", all_finite)
     model = torch.nn.Linear(1, 1)
     with Pipelined(
         model, torch.optim.SGD(model.parameters(), lr=0.1), updates=Updates(prediction=prediction)

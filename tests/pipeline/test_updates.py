@@ -144,6 +144,6 @@ def test_buckets_rows_and_factors_hold_no_further_copy(
         model(inputs).sum().backward()
         del inputs
         pipeline.step()
-    pipeline._summing.thread.submit(lambda: None).result()  # what has left is summed
+    pipeline.pipeline.flight.wait_until_summed()  # what has left is summed
     assert held() == copies
     pipeline.close()

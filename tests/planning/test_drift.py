@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from _plans import prediction
 
-from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
+from pipesgd.pipeline.width import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.drift import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift
 
 

@@ -62,16 +62,14 @@ def _sent(ranks: Ranks, model: nn.Module, batches: ShardedBatches, **options: An
             inputs, targets = next(samples)
         nn.functional.cross_entropy(model(inputs), targets).backward()
         total = pipeline.step().wire_bytes
+        flight, layout = pipeline.pipeline.flight, pipeline.pipeline.flight.layout
         whole = sum(
-            pipeline._summing.reducer.wire_bytes(bucket, 0)
-            for number, bucket in enumerate(pipeline._packing.free_buffer().buckets)
-            if pipeline._cut.exchange[number] == "matrix"
+            flight.reducer.wire_bytes(bucket, 0)
+            for bucket, how in zip(flight.free_buffer().buckets, layout.exchange, strict=True)
+            if how == "matrix"
         )
-        gathered = [
-            list(indices)
-            for number, indices in enumerate(pipeline._cut.indices)
-            if pipeline._cut.exchange[number] != "matrix"
-        ]
+        pairs = zip(layout.buckets, layout.exchange, strict=True)
+        gathered = [list(indices) for indices, how in pairs if how != "matrix"]
     return {"sent": total - whole, "gathered": gathered}
 
 

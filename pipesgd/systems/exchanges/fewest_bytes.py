@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from pipesgd.codecs.base import Codec
-from pipesgd.pipeline.exchanges import WHOLE
+from pipesgd.pipeline.in_flight import WHOLE
 from pipesgd.reducers.make import GATHERING, gathering
 from pipesgd.systems.exchanges.gathering import sends_less
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from pipesgd.errors import RunError, UserInputError, named
 from pipesgd.flat_buffer import are_finite
 from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
-from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.pipeline.sameness import describe_parameters
-from pipesgd.ranks import Ranks
 from pipesgd.replicas import nonfinite_ranks
 from pipesgd.strategy import Span, StepReport
 
@@ -40,7 +39,7 @@ class AverageState:
         described = describe_parameters(model, [parameter for parameter, _ in self._averaged])
         return [f"{name} of {of}" for of, (_, name) in zip(described, self._averaged, strict=True)]
 
-    def average(self, pipeline: Pipelined, ranks: Ranks) -> StepReport:
+    def average(self, pipeline: Pipeline) -> StepReport:
         """Give all ranks the mean of the state, if it is due: after an interruption, later. Collective.
 
         A parameter that this rank has not stepped with yet gets the state that a step with a gradient of zero makes.
@@ -59,7 +58,7 @@ class AverageState:
                 state.update(zip(new, state_of_a_zero_gradient(self._optimizer, new), strict=True))
             averaged = [state[of][name] for of, name in self._averaged]
             nbytes, finite = pipeline.average(averaged)
-            culprits = [] if finite else nonfinite_ranks(ranks, "states", are_finite(averaged))
+            culprits = [] if finite else nonfinite_ranks(pipeline.flight.ranks, "states", are_finite(averaged))
         if not finite:
             got = f"a NaN or an infinity from {named(culprits)}" if culprits else "finite ones, whose sum overflows"
             raise RunError(

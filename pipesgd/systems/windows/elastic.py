@@ -16,13 +16,13 @@ form. At larger widths the centre follows the ranks' weights of K-1 windows befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
-from pipesgd.flat_buffer import are_finite, give_gradients
+from pipesgd.flat_buffer import are_finite
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied, compare
 from pipesgd.pipeline.window import Window
 from pipesgd.sections import check_moving_rate, moving_rate_for
@@ -49,8 +49,8 @@ class ElasticAveraging:
         self.prediction: type[Prediction] = Elastic
         """Prediction of the pipeline of the centre."""
 
-    def window(self, parameters: Sequence[Tensor], weights: Callable[[], SwappedWeights]) -> Window:
-        """Return a window of these ``parameters``, of which ``weights`` returns the weights."""
+    def window(self, parameters: Sequence[Tensor], weights: SwappedWeights) -> Window:
+        """Return a window of these ``parameters`` and their ``weights``."""
         return ElasticWindow(parameters, weights, self.moving_rate)
 
 
@@ -88,13 +88,13 @@ class Elastic(Prediction):
 class ElasticWindow(Window):
     """A window that exchanges the centre minus the rank's own weights, and leaves these where they are pulled to."""
 
-    def __init__(self, parameters: Sequence[Tensor], weights: Callable[[], SwappedWeights], moving_rate: float):
+    def __init__(self, parameters: Sequence[Tensor], weights: SwappedWeights, moving_rate: float):
         super().__init__(parameters, weights)
         self._moving_rate = moving_rate
 
-    def _take_exchanged(self, exchanged: Sequence[int], now: Sequence[Tensor]) -> None:
-        differences = list(torch._foreach_sub(self._weights().true, list(now)))
+    def take(self, exchanged: Sequence[int], now: Sequence[Tensor]) -> list[Tensor | None]:
+        differences = list(torch._foreach_sub(self._weights.true, list(now)))
         self._start = list(torch._foreach_add(list(now), differences, alpha=self._moving_rate))
         if not are_finite(self._start):  # nor is the mean, and no later one would be: begin at the centre again
             self._start = []
-        give_gradients(self._parameters, differences)
+        return [*differences]

@@ -573,7 +573,7 @@ def _exactly(ranks: Ranks, options: dict[str, Any]) -> tuple[list[str], int, int
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     hashes, counted = [], 0
     with Pipelined(model, optimizer, ranks=ranks, **sections(**options)) as pipeline:
-        transport = pipeline._summing.connections.transport
+        transport = pipeline.pipeline.flight.connections.transport
         before = transport.bytes_sent
         for iteration in range(6):
             for micro_batch in range(2):
@@ -636,7 +636,7 @@ def _chained(ranks: Ranks, options: dict[str, Any], dtype: torch.dtype) -> tuple
             x = torch.randn(2 + ranks.rank, 4, 6, generator=numbers).to(dtype)
             model(x).square().mean().backward()
             pipeline.step()
-            hooks = pipeline._packing.hooks.get("factors")
+            hooks = pipeline._of_exchanges.get("factors")
             assert hooks is None or not any(len(kept.complete) for kept in hooks._kept.values()), "freed"
         pipeline.flush()
         by_factors = set(pipeline.exchanges.values()) == {"factors"}

@@ -296,7 +296,7 @@ def _train(ranks: Ranks, *, integers_only: bool, sparse: bool = False, **options
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hashes, counted = [], 0
     with Pipelined(model, optimizer, ranks=ranks, **sections(**options)) as pipeline:
-        transport = pipeline._summing.connections.transport
+        transport = pipeline.pipeline.flight.connections.transport
         before = transport.bytes_sent
         for iteration in range(6):
             if integers_only:

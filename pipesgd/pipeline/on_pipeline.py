@@ -1,0 +1,119 @@
+"""What the users of a pipeline share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from pipesgd.pipeline.pipeline import Pipeline
+from pipesgd.pipeline_config import Buffers
+from pipesgd.ranks import Ranks
+from pipesgd.strategy import StepReport, Strategy
+
+
+class OnPipeline(Strategy):
+    """What the users of a pipeline share: all but the way in which gradients come to it.
+
+    Args:
+        pipeline: the pipeline.
+    """
+
+    def __init__(self, pipeline: Pipeline):
+        self.pipeline = pipeline
+        self.module = pipeline.model
+        """Model that is trained."""
+        self.replicated = True
+
+    @property
+    def iteration(self) -> int:  # type: ignore[override]
+        """Number of iterations so far."""
+        return self.pipeline.iteration
+
+    @property
+    def closed(self) -> bool:
+        """True once ``close`` was called."""
+        return self.pipeline.closed
+
+    @property
+    def all_ranks(self) -> list[Ranks]:
+        """The ranks that exchange gradients and, with islands, the members of this rank's island."""
+        return self.pipeline.all_ranks
+
+    @contextlib.contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """Make the model hold the weights that all ranks agree on while the context is open; changes then are kept.
+
+        Evaluating the model and its ``state_dict`` do so by themselves; whatever reads or changes parameters needs it.
+        """
+        with self.pipeline.weights.held_true():
+            yield
+
+    def combine_buffers(self, how: Buffers = "average") -> None:
+        """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
+        self.pipeline.combine_buffers(how)
+
+    def check_replicas(self) -> None:
+        """Raise ``ReplicasDivergedError`` if the ranks hold different weights. Collective."""
+        self.pipeline.check_replicas()
+
+    def flush(self) -> StepReport:
+        """Wait for and apply all gradients in flight. Collective. Further steps may follow and fill the pipeline again.
+
+        Gradients in ``.grad`` stay there for the next step, at the loss scale of those that will be added to them. A
+        call that was interrupted while it waited may be repeated, and resumes.
+
+        Raises the same errors as ``step``, and ``UserInputError`` if buckets have left since then.
+        """
+        return self.pipeline.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
+        return self.pipeline.state_dict()
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise what ``load_state_dict`` raises before it changes anything: see there."""
+        self.pipeline.check_state(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped.
+
+        After an operation that was interrupted halfway, gradients in ``.grad`` and buckets that have left are dropped,
+        too: all ranks must have been interrupted when the same buckets had left.
+
+        Raises:
+            CommunicationError: another rank has not sent a bucket or a gradient that has left on this rank.
+            UserInputError: ``state`` is of a pipeline with another number of ranks, another codec, other buckets,
+                another ``reduce`` or other trained parameters, or buckets have left since the last step. Nothing is
+                changed.
+        """
+        self.check_state(state)
+        self.load_checked(state)
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state`` that ``check_state`` has accepted."""
+        self.pipeline.load_checked(state)
+
+    def fail(self, error: BaseException) -> None:
+        """End every wait at once with ``error``, such as a failure of another rank. Thread-safe."""
+        self.pipeline.fail(error)
+
+    def close(self) -> None:
+        """Apply the gradients in flight, and end the communication thread and its connections. May be called twice.
+
+        It returns when all ranks have called it, or after ``timeout`` seconds without one of them.
+
+        After an error it waits for no other rank: it drops the gradients in flight with a warning, and leaves the true
+        weights in the model.
+
+        Raises the same errors as ``flush``, and ``ReplicasDivergedError`` if the ranks' weights differ, those of frozen
+        parameters, too; the pipeline is closed then, too.
+        """
+        self.pipeline.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pipeline.error = self.pipeline.error or error
+        self.close()
