@@ -41,7 +41,7 @@ test-processes: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier processes
 
 # Before a release: all of these, the doors with the real packages, every case of wrong input, and a hundred killed runs.
-# experiments/LOG.md has the date of the last time.
+# Enter the date in experiments/LOG.md.
 test-all: test test-systems test-processes test-integrations
 	PIPESGD_FUZZ=all $(BIN)/pytest $(WORKERS) --timeout 3600 tests/fuzzing
 	PYTHONPATH=. $(BIN)/python -m experiments.kill_anywhere
@@ -65,7 +65,7 @@ test-torch:
 	@"$(OTHER)/bin/python" -c 'import sys, torch; print("torch", torch.__version__, flush=True); \
 		asked = sys.argv[1].removeprefix("torch=="); found = torch.__version__; \
 		sys.exit(None if asked in (found, found.split("+")[0]) else f"torch must be {asked} in $(OTHER); got {found}")' "$(TORCH)"
-	"$(OTHER)/bin/pytest" $(WORKERS) tests/test_backend.py tests/test_ddp.py tests/test_process_groups.py \
+	"$(OTHER)/bin/pytest" $(WORKERS) tests/test_backend*.py tests/test_ddp.py tests/test_process_groups.py \
 		tests/pipeline tests/comm
 
 # Every figure, from the results that are there: nothing is measured.

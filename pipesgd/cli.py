@@ -11,6 +11,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.metadata
 import inspect
 import io
@@ -157,6 +158,7 @@ def version() -> str:
     return f"pipesgd {__version__} (torch {torch}, Python {platform.python_version()})"
 
 
+@functools.cache
 def help_texts(section: type) -> dict[str, str]:
     """Return the docstring under each field of the dataclass ``section``, on one line."""
     body = ast.parse(inspect.getsource(section)).body[0]
@@ -205,7 +207,7 @@ def _wide_enough() -> Iterator[None]:
             os.environ["COLUMNS"] = given
 
 
-def _shown(section: type[Any], names: Collection[str]) -> type[Any]:
+def _shown(section: Any, names: Collection[str]) -> type[Any]:
     """Return the dataclass ``section`` with the fields among ``names``, as ``--help`` shows them."""
     texts, hints = help_texts(section), types_in_words(section)
     fields = []

@@ -48,7 +48,6 @@ from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.pipeline.width import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.plan_run import plan_run, save_cluster
-from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.run import output
@@ -69,6 +68,7 @@ from pipesgd.strategy import StepReport, Strategy
 
 if TYPE_CHECKING:
     from pipesgd.planning.drift import Drift
+    from pipesgd.planning.planned import Planned
     from pipesgd.run.trace import Trace
 
 DEFAULT_EPOCHS = 3

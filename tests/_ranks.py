@@ -1,43 +1,36 @@
 """Real ranks for tests: functions run in processes of their own, over gloo, with a deadline; and commands.
 
-Processes come from a fork server that has imported torch once, so that one starts in a tenth of a second.
 A rank that does not come back in time prints the stacks of all its threads, and is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import runpy
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from _pool import FORKS, Case, Process, a_process, waiting
 from conftest import REPOSITORY
 
 from experiments.forked_ranks import rank_environment
-from pipesgd.ranks import Ranks, Standing
 
 TIMEOUT = 20.0
 """Seconds that a rank waits for another one, in tests that are not about timeouts."""
 
 DEADLINE = 60.0
 """Seconds after which a rank that has not answered is taken to hang."""
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests._warm"])  # found where pytest is started: in the repository
 
 
 class RankFailed(AssertionError):  # noqa: N818 (a failed assertion, in another process)
@@ -51,38 +44,36 @@ def run_ranks(
     timeout: float = TIMEOUT,
     deadline: float = DEADLINE,
     process_group: bool = True,
+    fresh: bool = False,
 ) -> list[Any]:
     """Run ``function(ranks, *args)`` in ``world_size`` processes; return what each returned, in rank order.
 
     ``function`` must be at the top level of a module, and its result picklable. torch's process group is started for
     it, unless ``process_group`` is false. An exception that a test expects must be returned, not raised.
 
+    Processes serve one case after another. One whose modules, threads or signal handlers a case has changed ends with
+    it; ``fresh`` is for a case that changes something else, or in which a rank must end before its peers do.
+
     Raises:
         RankFailed: a rank raised (with its traceback), died, hung, or left a thread behind.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            here, there = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_rank_main,
-                args=(rank, world_size, folder, timeout, deadline, process_group, there, function, args),
-                daemon=True,
-            )
-            process.start()
-            there.close()
-            pipes.append(here)
-            processes.append(process)
+        used = [Process() if fresh else a_process() for _ in range(world_size)]
+        for rank, one in enumerate(used):
+            case = Case(rank, world_size, folder, timeout, deadline, process_group, fresh, function, args)
+            one.pipe.send_bytes(pickle.dumps(case))
         end = time.monotonic() + deadline + 5.0  # gives a hanging rank time to dump its own stacks first
-        answers = [_answer(pipe, end) for pipe in pipes]
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()) if all(kind != "silent" for kind, _ in answers) else 0.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        answers = [_answer(one.pipe, end) for one in used]
         problems = [f"rank {rank} {kind}: {text}" for rank, (kind, text) in enumerate(answers) if kind != "returned"]
+        for one in used:
+            if fresh or problems:
+                one.end()
+            else:
+                with contextlib.suppress(BrokenPipeError):  # it has ended nevertheless, as the next case will notice
+                    one.pipe.send_bytes(b"all have answered")
         if problems:
             raise RankFailed("\n".join(problems))
+        waiting.extend([] if fresh else reversed(used))
         return [value for _, value in answers]
 
 
@@ -100,7 +91,7 @@ def _answer(pipe: Connection, end: float) -> tuple[str, Any]:
         return "silent", "no answer within the deadline; its stacks are on stderr"
     try:
         answer: tuple[str, Any] = pickle.loads(pipe.recv_bytes())
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         return "died", "without an answer"
     return answer
 
@@ -121,7 +112,7 @@ def run_module(
     """
     with tempfile.TemporaryDirectory() as printed:
         # It may start processes of its own, so it is no daemon.
-        process = _CONTEXT.Process(target=_module_main, args=(module, words, folder, dict(environment), printed))
+        process = FORKS.Process(target=_module_main, args=(module, words, folder, dict(environment), printed))
         process.start()
         try:
             process.join(deadline)
@@ -139,7 +130,7 @@ def start_module(module: str, *words: str, folder: Path, printed: Path) -> BaseP
     What it prints goes to the files, or named pipes, "stdout" and "stderr" in the folder ``printed``.
     """
     arguments = (module, words, folder, dict(os.environ), str(printed))
-    process = _CONTEXT.Process(target=_session_main, args=arguments)
+    process = FORKS.Process(target=_session_main, args=arguments)
     process.start()
     return process
 
@@ -163,7 +154,7 @@ def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float =
         for rank in range(world_size):
             environment = {**os.environ, **rank_environment(rank, world_size, store.port, attempt=0)}
             arguments = (program, folder, environment, printed, deadline)
-            process = _CONTEXT.Process(target=_rank_of_program_main, args=arguments)
+            process = FORKS.Process(target=_rank_of_program_main, args=arguments)
             process.start()
             processes.append(process)
         end = time.monotonic() + deadline
@@ -208,35 +199,3 @@ def _module_main(module: str, words: Sequence[str], folder: Path, environment: M
     sys.argv[1:] = words
     sys.modules.pop(module, None)  # a new process has not imported it yet, and runpy warns of one that has
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _rank_main(
-    rank: int,
-    world_size: int,
-    folder: str,
-    timeout: float,
-    deadline: float,
-    process_group: bool,
-    pipe: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    faulthandler.dump_traceback_later(deadline, exit=True, file=sys.__stderr__)
-    torch.set_num_threads(1)
-    try:
-        store = dist.FileStore(str(Path(folder) / "store"), world_size)
-        ranks = Ranks(rank=rank, world_size=world_size, store=store, local_rank=rank, standing=Standing(timeout))
-        if process_group:
-            ranks.start_process_group("cpu", timeout)
-        value = function(ranks, *args)
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("pipesgd")]
-        if left:
-            raise AssertionError(f"threads left behind: {left}")
-        # A plain pickle: multiprocessing's own would share the memory of tensors, which ends with this process.
-        pipe.send_bytes(pickle.dumps(("returned", value)))
-    except BaseException:  # noqa: BLE001 (the test that waits gets it)
-        pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
-    finally:
-        # torch's groups are not torn down: their peers may be gone, and the process ends here.
-        pipe.close()
-        os._exit(0)

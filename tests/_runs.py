@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ from pipesgd.run.output import TAKEN
 from pipesgd.train import train
 
 EXAMPLES = REPOSITORY / "examples"
+SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
+"""Options of a run that takes no longer than it must."""
 
 
 def train_as_a_rank(ranks: Ranks, words: list[str], restart_count: int = 0) -> tuple[str, str, str]:
@@ -89,6 +92,22 @@ def run(world_size: int, words: str, output: Path, restart_count: int = 0) -> li
 def summary(output: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((output / "summary.json").read_text())
     return result
+
+
+def evaluations(folder: Path) -> list[tuple[int, float]]:
+    """Return iteration and accuracy of each evaluation that TensorBoard shows."""
+    # Imported here: the ranks that use this module, and their fork server, need no reader of events.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("test/accuracy")]
+
+
+def lose_the_last_checkpoint(output: Path) -> None:
+    """Delete the last checkpoint, as if the run had been interrupted before its end."""
+    last = max((output / "checkpoints").iterdir(), key=lambda path: int(path.name.partition("-")[2]))
+    shutil.rmtree(last)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ TESTS = Path(__file__).resolve().parent
 # conftest.py: ranks are forked with what is imported here, and CI tests the installed wheel.
 sys.path[:] = [*(entry for entry in sys.path if entry), str(TESTS.parent), str(TESTS)]
 
+from _pool import held  # noqa: E402 (found in the path only now)
 
 from experiments.forked_ranks import import_all  # noqa: E402 (found in the path only now)
 from pipesgd.cli import parse  # noqa: E402
@@ -52,6 +53,7 @@ gc.disable()  # imports and numba make hundreds of thousands of objects, none of
 import_all()
 for name in IMPORTS:
     importlib.import_module(name)
+held()  # looks for what cases may change
 parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
 # On a machine without compiled loops, two processes of tests meet in the middle: each keeps them on disk for the other.
 backwards = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"

@@ -11,7 +11,6 @@ import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from _backend import LACKED, OPERATIONS, join
 from _pretended_gpu import PretendedGpu
 from _ranks import TIMEOUT, error_of, run_ranks
 from _runs import run_example
@@ -26,7 +26,7 @@ from conftest import REPOSITORY
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.backend import HANDED_ON, BackendOptions, PipesgdGroup, _Residuals
+from pipesgd.backend import BackendOptions, PipesgdGroup, _Residuals
 from pipesgd.codecs.kernels import kernels_for
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, Fp32, codec_named
 from pipesgd.comm.connections import Connections
@@ -38,18 +38,6 @@ from pipesgd.reducers.make import make_reducer
 NUMEL = 30_011
 SMALL = 1 << 10
 """Least bytes of a large sum in tests, which need not move a megabyte."""
-
-
-def join(ranks: Ranks, options: BackendOptions | None = None, *, backend: str = "pipesgd") -> None:
-    """Make a process group of this backend the default one."""
-    dist.init_process_group(
-        backend,
-        store=ranks.store,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timedelta(seconds=ranks.timeout),
-        pg_options=options,
-    )
 
 
 def subgroup(codec: str | CodecOptions, **others: Any) -> dist.ProcessGroup:
@@ -177,16 +165,11 @@ def test_all_but_large_sums_is_what_gloo_does() -> None:
             torch.testing.assert_close(ours[name], expected, rtol=0, atol=0, msg=name)
 
 
-OPERATIONS = {name: of_torch for name, of_torch in HANDED_ON.items() if hasattr(dist.ProcessGroup, of_torch)}
-"""The operations that are handed on and that this torch has, by the names that it looks for in the class."""
-LACKED = {"start_coalescing", "end_coalescing"}
-"""Operations that are handed on, and that gloo itself refuses."""
 NO_OPERATIONS = {
     *("abort", "getBackendName", "getRank", "getSize", "mergeRemoteGroup", "splitGroup"),
     *("getGroupDesc", "getGroupName", "setGroupDesc", "setGroupName"),
 }
 """Other methods that a Python class of a group can replace, by their names in C++: they take no lock in torch."""
-ROUNDS = 300
 
 
 def _overridable() -> tuple[set[str], set[str]]:
@@ -204,7 +187,7 @@ def _overridable() -> tuple[set[str], set[str]]:
 
 
 def test_all_operations_that_torch_runs_under_the_interpreters_lock_are_handed_on() -> None:
-    """A newer torch with another operation fails here, with its name: hand it on, and add it to the stress below."""
+    """A newer torch with another operation fails here, with its name: hand it on, and add it to the stress, too."""
     locked, methods = _overridable()
     assert {"allgather", "allreduce", "send"} <= locked & methods  # the header is read as it is written
     missing = sorted(locked - vars(PipesgdGroup).keys())
@@ -212,73 +195,6 @@ def test_all_operations_that_torch_runs_under_the_interpreters_lock_are_handed_o
     known = {name.replace("_", "").lower() for name in locked | NO_OPERATIONS}
     unknown = sorted(name for name in methods if name.replace("_", "").lower() not in known)
     assert not unknown, unknown
-
-
-def _operation(of_torch: str, rank: int, value: float) -> tuple[str, list[Any], list[Tensor], list[Tensor]]:
-    """Return a call of an operation on two ranks: method, arguments, where its results will be, and what they are."""
-    both, mine, ours = [torch.full((64,), value + each) for each in (0, 1)], torch.full((64,), value + rank), []
-    places = [torch.zeros(64), torch.zeros(64)]
-    place, row, rows = torch.zeros(64), torch.zeros(128), [mine, mine + 10]
-    total, own_total, exchanged = sum(both), sum(both) + 20 * rank, [each + 10 * rank for each in both]
-    first = rank == 0
-    if of_torch in ("send", "recv", "recv_anysource"):
-        if first:
-            return "send", [[mine], 1, 0], ours, ours
-        receive = "recv_anysource" if of_torch == "recv_anysource" else "recv"
-        return receive, [[place], *([0] if receive == "recv" else []), 0], [place], [both[0]]
-    calls: dict[str, tuple[list[Any], list[Tensor], list[Tensor]]] = {
-        "allgather": ([[places], [mine]], places, both),
-        "all_gather_single": ([row, mine], [row], [torch.cat(both)]),
-        "all_gather_single_coalesced": ([[row], [mine]], [row], [torch.cat(both)]),
-        "allgather_into_tensor_coalesced": ([[row], [mine]], [row], [torch.cat(both)]),
-        "allreduce": ([[mine]], [mine], [total]),
-        "allreduce_coalesced": ([rows], rows, [total, total + 20]),
-        "all_to_all_single": ([row, torch.cat(rows), [], []], [row], [torch.cat(exchanged)]),
-        "alltoall": ([places, rows], places, exchanged),
-        "alltoall_base": ([row, torch.cat(rows), [], []], [row], [torch.cat(exchanged)]),
-        "barrier": ([], [], []),
-        "broadcast": ([[mine]], [mine], [both[0]]),
-        "gather": ([[places] if first else [], [mine]], places if first else [], both if first else []),
-        "reduce": ([[mine]], [mine] if first else [], [total] if first else []),
-        "reduce_scatter": ([[place], [rows]], [place], [own_total]),
-        "reduce_scatter_single": ([place, torch.cat(rows)], [place], [own_total]),
-        "reduce_scatter_single_coalesced": ([[place], [torch.cat(rows)]], [place], [own_total]),
-        "reduce_scatter_tensor_coalesced": ([[place], [torch.cat(rows)]], [place], [own_total]),
-        "scatter": ([[place], [both] if first else []], [place], [both[rank]]),
-    }
-    return of_torch, *calls[of_torch]
-
-
-def _under_stress(ranks: Ranks, of_torch: str) -> int:
-    """Call an operation often, among small sums with callbacks in Python; return how many of these were called."""
-    join(ranks)
-    group = dist.group.WORLD
-    called: list[Any] = []
-    for number in range(ROUNDS):
-        works, found, expected = [], [], []
-        for by_c in (False, True):
-            for _ in range(2):
-                work: Any = dist.all_reduce(torch.ones(1000), async_op=True)
-                work.get_future().then(called.append)
-                works.append(work)
-            method, args, places, results = _operation(of_torch, ranks.rank, float(number))
-            # C++ code calls as a method of the base class does: torch finds ours by itself.
-            call = partial(getattr(dist.ProcessGroup, method), group) if by_c else getattr(group, method)
-            works.append(call(*args))
-            found += places
-            expected += results
-        for work in works:
-            work.wait()
-        assert all(map(torch.equal, found, expected)), (number, found, expected)
-    dist.destroy_process_group()
-    return len(called)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("of_torch", sorted({"allreduce"} | {OPERATIONS[name] for name in OPERATIONS.keys() - LACKED}))
-def test_operations_in_quick_succession_do_not_hang(of_torch: str) -> None:
-    """With torch's own methods they did, mostly within a second; five more of them in torch 2.14 than in 2.13."""
-    assert run_ranks(2, _under_stress, of_torch, process_group=False) == 2 * [4 * ROUNDS]
 
 
 def test_what_gloo_lacks_is_refused_by_gloo() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _refusals import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,261 +31,7 @@ from pipesgd.errors import UserInputError
 from timing_model.schedules import ALL_REDUCES
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--width 0", "width must be at least 1; got 0"),
-        ("--width -1", "width must be at least 1; got -1"),
-        ("--width 1.5", "width must be a whole number or auto; got '1.5'"),
-        ("--width 1000000", "width must be at most 64, since every unit costs a copy of the gradient; got 1000000"),
-        ("--width two", "width must be a whole number or auto; got 'two'"),
-        ("--width", "width must have a value; got none"),
-        ("--width 2 --width 3", "width must be given once; got it 2 times"),
-        ("--widht 2", "every option must be one that --help-all lists; got --widht (did you mean width?)"),
-        (
-            "--learning-rate 0.1",
-            "every option must be one that --help-all lists; got --learning-rate (did you mean lr?)",
-        ),
-        (
-            "--num_workers 2",
-            "every option must be one that --help-all lists; got --num-workers (did you mean loader-workers?)",
-        ),
-        ("width", "every option must begin with --; got 'width' (did you mean --width?)"),
-        ("--warmup-iterations -5", "warmup-iterations must be at least 0; got -5"),
-        ("--lr fast", "lr must be a number; got 'fast'"),
-        ("--lr nan", "lr must be above 0; got nan"),
-        ("--lr inf", "lr must be at most 1e+15; got inf"),
-        ("--lr 0", "lr must be above 0; got 0.0"),
-        ("--strategy easgd-async --moving-rate 2", "moving-rate must be at most 1; got 2.0"),
-        (
-            "--strategy easgd-async --outer elastic",
-            "outer must be left out with --strategy easgd-async, which has no use for it (it belongs to pipelined); "
-            "got 'elastic'",
-        ),
-        ("--lr-scaling sqrt", "lr-scaling must be none or linear; got 'sqrt'"),
-        ("--momentum 1", "momentum must be below 1; got 1.0"),
-        ("--optimizer nesterov --momentum 0", "momentum must be above 0 with --optimizer nesterov; got 0"),
-        (
-            "--optimizer adam --momentum 0.5",
-            "momentum must be left out with --optimizer adam, which has no use for it (it belongs to sgd or nesterov); "
-            "got 0.5",
-        ),
-        (
-            "--data-dir somewhere",
-            "data-dir must be left out with --dataset digits, which has no use for it (it belongs to one of mnist, "
-            "fashion-mnist, cifar100, images, module:function); got somewhere",
-        ),
-        (
-            "--dataset mnist --image-size 32",
-            "image-size must be left out with --dataset mnist, which has no use for it (it belongs to images or "
-            "module:function); got 32",
-        ),
-        ("--weight-decay -1", "weight-decay must be at least 0; got -1.0"),
-        (
-            "--optimizer sdg",
-            "optimizer must be one of sgd, nesterov, adam, adamw, adagrad, muon; got 'sdg' (did you mean sgd?)",
-        ),
-        ("--accumulation 0", "accumulation must be at least 1; got 0"),
-        ("--local-steps 0", "local-steps must be at least 1; got 0"),
-        (
-            "--local-steps 4 --strategy ps-sync",
-            "local-steps must be left out with --strategy ps-sync, which has no use for it (it belongs to pipelined or "
-            "easgd-async); got 4",
-        ),
-        (
-            "--strategy ddp --outer elastic",
-            "outer must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); "
-            "got 'elastic'",
-        ),
-        ("--local-steps 2 --outer elastic --moving-rate 1.01", "moving-rate must be at most 1; got 1.01"),
-        ("--fragments 0", "fragments must be at least 1; got 0"),
-        (
-            "--fragments 2 --strategy ddp",
-            "fragments must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); got 2",
-        ),
-        ("--clip-norm 0", "clip-norm must be above 0; got 0.0"),
-        ("--clip-value -1", "clip-value must be above 0; got -1.0"),
-        ("--precision fp8", "precision must be one of fp32, bf16, fp16; got 'fp8'"),
-        ("--precision fp16 --loss-scale 0", "loss-scale must be above 0; got 0.0"),
-        ("--precision fp16 --loss-scale 1e39", "loss-scale must be at most 1.70141e+38; got 1e+39"),
-        (
-            "--loss-scale 8 --precision bf16",
-            "loss-scale must be left out with --precision bf16, which has no use for it (it belongs to fp16); got 8.0",
-        ),
-        ("--buffers mean", "buffers must be one of average, rank-0, own; got 'mean'"),
-        ("--schedule linear", "schedule must be one of constant, cosine, one-cycle; got 'linear'"),
-        (
-            "--dataset fashion_mnist",
-            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images, python-stdlib, text:PATH, "
-            "module:function; got 'fashion_mnist' (did you mean fashion-mnist?)",
-        ),
-        (
-            "--dataset text:",
-            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images, python-stdlib, text:PATH, "
-            "module:function; got 'text:' (did you mean text:PATH?)",
-        ),
-        ("--dataset python-stdlib --context 0", "context must be at least 1; got 0"),
-        (
-            "--context 128",
-            "context must be left out with --dataset digits, which has no use for it "
-            "(it belongs to one of python-stdlib, text:PATH, module:function); got 128",
-        ),
-        (
-            "--model resnet",
-            "model must be one of mlp, convnet, resnet18, alexnet, transformer, module:function; "
-            "got 'resnet' (did you mean resnet18?)",
-        ),
-        (
-            "--model alexnet --hidden-sizes 30",
-            "hidden-sizes must be left out with --model alexnet, which has no use for it "
-            "(it belongs to mlp or module:function); got (30,)",
-        ),
-        (
-            "--layers 4",
-            "layers must be left out with --model mlp, which has no use for it "
-            "(it belongs to transformer or module:function); got 4",
-        ),
-        ("--loss mse", "loss must be cross-entropy or module:function; got 'mse'"),
-        *(
-            (
-                f"--{option} {name}",
-                f"{option} must be module:function, with a module as Python imports it, such as package.file:make; "
-                f"got {name!r}",
-            )
-            for option in ("dataset", "model", "loss")
-            for name in (
-                "models.py:make",
-                "folder/models:make",
-                "models:",
-                ":make",
-                "models:make:other",
-                "models:make=",
-            )
-        ),
-        ("--model transformer --layers 0", "layers must be at least 1; got 0"),
-        ("--model transformer --heads 0", "heads must be at least 1; got 0"),
-        ("--model transformer --embedding 130", "embedding must be a multiple of --heads 4; got 130"),
-        ("--hidden-sizes 500 0", "hidden-sizes must be at least 1; got 0"),
-        (
-            "--strategy pipeline",
-            "strategy must be one of pipelined, ddp, ps-sync, ps-async, easgd-async, local; "
-            "got 'pipeline' (did you mean pipelined?)",
-        ),
-        ("--strategy ddp --ddp-hook fp8", "ddp-hook must be one of none, fp16, bf16; got 'fp8'"),
-        (
-            "--strategy ddp --width 3",
-            "width must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); got 3",
-        ),
-        (
-            "--staleness-bound 2",
-            "staleness-bound must be left out with --strategy pipelined, which has no use for it "
-            "(it belongs to ps-async); got 2",
-        ),
-        ("--strategy ps-async --staleness-bound -1", "staleness-bound must be at least 0; got -1"),
-        ("--strategy ps-sync --servers 0", "servers must be at least 1; got 0"),
-        ("--strategy ps-sync --server-placement apart", "server-placement must be colocated or dedicated; got 'apart'"),
-        (
-            "--codec int5",
-            "codec must be one of fp32, truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign, topk, powersgd, "
-            "module:function; got 'int5' (did you mean int8?)",
-        ),
-        ("--codec int8 --codec-block 0", "codec-block must be at least 1; got 0"),
-        ("--codec int8 --codec-block 10000000", "codec-block must be at most 1048576; got 10000000"),
-        (
-            "--codec-block 64",
-            "codec-block must be left out with --codec fp32, which has no use for it "
-            "(it belongs to one of int8, int4, ternary, qsgd, sign, module:function); got 64",
-        ),
-        ("--codec int8 --rounding up", "rounding must be nearest or stochastic; got 'up'"),
-        ("--codec int8 --error-feedback yes", "error-feedback must be on or off; got 'yes'"),
-        (
-            "--codec ternary --rounding stochastic --error-feedback on",
-            "error-feedback must be off with --codec ternary --rounding stochastic, whose errors are larger than most "
-            "values: residuals would grow until they are not finite; got on",
-        ),
-        ("--codec qsgd --qsgd-levels 0", "qsgd-levels must be at least 1; got 0"),
-        ("--codec qsgd --qsgd-levels 128", "qsgd-levels must be at most 127; got 128"),
-        ("--codec topk --density 0", "density must be above 0; got 0.0"),
-        ("--codec topk --density 1.5", "density must be at most 1; got 1.5"),
-        ("--codec topk --density-warmup -1", "density-warmup must be at least 0; got -1"),
-        ("--codec topk --momentum-correction 1", "momentum-correction must be below 1; got 1.0"),
-        ("--codec powersgd --low-rank 0", "low-rank must be at least 1; got 0"),
-        (
-            "--strategy ddp --codec int8",
-            "codec and its options must be left out with --strategy ddp, which has no use for them (they belong to "
-            "pipelined); got --codec int8",
-        ),
-        ("--segment-bytes 0", "segment-bytes must be at least 1; got 0"),
-        ("--connections 0", "connections must be at least 1; got 0"),
-        ("--connections 17", "connections must be at most 16, which each rank opens to every other; got 17"),
-        ("--buckets 0", "buckets must be at least 1; got 0"),
-        ("--buckets 1.5", "buckets must be a whole number, or have a unit such as 25MiB; got '1.5'"),
-        (
-            "--strategy ddp --buckets 4",
-            "buckets must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); got '4'",
-        ),
-        ("--reduce row", "reduce must be one of matrix, rows, factors, auto; got 'row' (did you mean rows?)"),
-        (
-            "--reduce rows --strategy ddp",
-            "reduce must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); "
-            "got 'rows'",
-        ),
-        (
-            "--all-reduce native --connections 2",
-            "connections and segment-bytes must be left out with --all-reduce native, torch's own",
-        ),
-        ("--rate-limit 50", "rate-limit must have a unit such as 10Gbit/s; got '50'"),
-        (
-            "--rate-limit 50Mb",
-            "rate-limit must have a unit such as 10Gbit/s; got '50Mb' (did you mean 50Mbit/s or 50MB/s?)",
-        ),
-        ("--rate-limit 0.5mbit", "rate-limit must be at least 1mbit; got '0.5mbit'"),
-        (
-            "--rate-limit 50mbit --all-reduce native",
-            "rate-limit must be left out with --all-reduce native, which torch sends unpaced; got '50mbit'",
-        ),
-        *(
-            (
-                f"--rate-limit 50mbit --strategy {strategy}",
-                f"rate-limit must be left out with --strategy {strategy}, which has no use for it (it belongs to "
-                "pipelined); got '50mbit'",
-            )
-            for strategy in ("ddp", "ps-sync", "ps-async", "local")
-        ),
-        (
-            "--all-reduce rign",
-            "all-reduce must be one of ring, halving-doubling, recursive-doubling, all-to-all, hierarchical, "
-            "native, module:function; got 'rign' (did you mean ring?)",
-        ),
-        ("--epochs 3 --iterations 4", "epochs and iterations must not both be given; leave one of them out"),
-        ("--epochs 0", "epochs must be at least 1; got 0"),
-        ("--iterations 0", "iterations must be at least 1; got 0"),
-        ("--batch-size 0", "batch-size must be at least 1; got 0"),
-        ("--timeout 0", "timeout must be from 0.1 to 1,000,000 seconds; got 0.0"),
-        ("--timeout 1e15", "timeout must be from 0.1 to 1,000,000 seconds; got 1000000000000000.0"),
-        ("--on-nonfinite ignore", "on-nonfinite must be stop or skip; got 'ignore'"),
-        ("--check-replicas 0", "check-replicas must be at least 1; got 0"),
-        ("--evaluate-iterations 0", "evaluate-iterations must be at least 1; got 0"),
-        ("--checkpoint-iterations 0", "checkpoint-iterations must be at least 1; got 0"),
-        ("--keep-checkpoints 0", "keep-checkpoints must be at least 1; got 0"),
-        ("--device gpu", "device must be cpu or cuda; got 'gpu' (did you mean cpu?)"),
-        (
-            "--resume --overwrite",
-            "resume and overwrite must not both be given: one keeps what the other deletes",
-        ),
-        ("--accumulation 1" + "0" * 30, "accumulation must be at most 1e+15; got 1" + "0" * 30),
-        (
-            "--batch-size " + "9" * 400,
-            "batch-size must be at most 1e+15; got " + "9" * 30 + "..." + "9" * 20 + " (400 characters)",
-        ),
-        ("--lr 1e300", "lr must be at most 1e+15; got 1e+300"),
-        ("--width \u0663", "numbers must be written in the digits 0 to 9; got '\u0663'"),
-        ("--lr=\uff11", "numbers must be written in the digits 0 to 9; got '\uff11'"),
-        ("--output a\0b", "options must not hold a NUL character; got 'a\\x00b'"),
-        ("--config", "config must be a TOML file; got nothing after --config"),
-        ("--config nowhere.toml", "config must be a readable file; got nowhere.toml: No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), refused("train"))
 def test_bad_words_get_one_line(words: str, message: str) -> None:
     with pytest.raises(UserInputError) as caught:
         parse(words.split())
@@ -425,6 +172,7 @@ def test_versions_are_said(kind: type[TrainConfig] | type[CalibrateConfig], comm
             parse(["--version"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -447,6 +195,7 @@ def test_the_package_lists_its_commands_and_runs_subcommands(
     assert said in (err if code else out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["--help", "plan --network 1GbE --world-size 2 --compute 1s --model mlp"])
 def test_questions_about_time_load_no_torch(words: str) -> None:
     script = f"import sys; from pipesgd.__main__ import main; main({words.split()}); print('torch' in sys.modules)"

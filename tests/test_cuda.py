@@ -33,7 +33,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.sections import PREDICTIONS
 from timing_model.schedules import ALL_REDUCES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 CYCLES = 200_000_000
 """Clock cycles of a delay on the GPU, about a tenth of a second: long enough to expose code that does not wait."""

@@ -907,7 +907,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "would be sent in every forward pass",
             "guard of local steps": "guard must be left out with local steps; got True",
             "clipping of local steps": "clip_norm must be left out, since the loop clips its gradients itself; got 1.0",
-            "on_nonfinite of local steps": "on_nonfinite must be stop or skip; got 'skp' (did you mean skip?)",
+            "on_nonfinite of local steps": "on-nonfinite must be stop or skip; got 'skp' (did you mean skip?)",
             "mesh of local steps": "mesh must be left out with local steps; got 'a mesh'",
             "mesh": "mesh must be left out, since a loop with DistributedDataParallel has its own ranks; got a mesh",
             "buckets of local steps": "buckets must be left out with local steps; got 2",

@@ -30,7 +30,7 @@ from pipesgd.reducers.dense import DenseReducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
 from pipesgd.run.workload import load
 from pipesgd.sections import PREDICTIONS
-from pipesgd.systems.exchanges.topk import TopKReducer
+from pipesgd.systems.exchanges.topk import TopK
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ class OneRankOfTwo:
 
 REDUCERS: dict[str, Callable[[], Reducer]] = {
     "dense": lambda: DenseReducer(OneRankOfTwo(), exact=False, error_feedback=True),
-    "topk": lambda: TopKReducer(OneRankOfTwo(), rank=1, world_size=2, density=0.1, momentum=0.5),
+    "topk": lambda: TopK(0.1, momentum_correction=0.5).sums(OneRankOfTwo(), rank=1, world_size=2),
     "powersgd": lambda: PowerSgdReducer(OneRankOfTwo(), world_size=2, low_rank=2),
 }
 

@@ -12,6 +12,7 @@ import torch
 PROGRAM = Path(__file__).with_name("_golden.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13.0"), reason="recorded with torch 2.13.0")
 def test_golden_trajectories() -> None:
     done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, check=False)

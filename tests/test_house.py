@@ -11,10 +11,12 @@ from experiments.house import AT_LEAST, BUDGET, CODECS, Source, bounds, broken
 from pipesgd.ranks import Ranks
 
 
+@pytest.mark.slow
 def test_sources_are_within_the_budget() -> None:
     assert broken(house.figures_of_sources(), bounds()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_step_enters_no_more_than_the_budget_says(codec: str) -> None:
     for entered in run_ranks(2, house.trace_step, codec):
@@ -45,6 +47,7 @@ def test_a_figure_beyond_its_bound_or_without_one_is_told() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_every_bound_is_that_of_a_figure() -> None:
     entered = house.Entered({})
     steps = [name for codec in CODECS for name in house.figures_of_step(codec, entered)]

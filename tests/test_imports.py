@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import re
@@ -76,6 +77,7 @@ MAY_NAME_TORCH_DISTRIBUTED = {
 }
 
 
+@functools.cache
 def modules(package: str) -> dict[str, Path]:
     root = REPOSITORY / package
     return {
@@ -85,10 +87,17 @@ def modules(package: str) -> dict[str, Path]:
     }
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of the file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Return the full names of everything that the file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -110,21 +119,20 @@ def ours(module: str) -> set[str]:
     return names & modules("pipesgd").keys() - {module}
 
 
-@pytest.mark.parametrize("module", modules("pipesgd"))
-def test_a_module_imports_from_its_own_floor_and_below(module: str) -> None:
-    assert {other for other in ours(module) if floor(other) > floor(module)} == set()
-    names_torch_distributed = any(name.startswith("torch.distributed") for name in imported(modules("pipesgd")[module]))
-    assert not names_torch_distributed or module in MAY_NAME_TORCH_DISTRIBUTED
+def test_a_module_imports_from_its_own_floor_and_below() -> None:
+    for module, path in modules("pipesgd").items():
+        assert {other for other in ours(module) if floor(other) > floor(module)} == set(), module
+        names_torch_distributed = any(name.startswith("torch.distributed") for name in imported(path))
+        assert not names_torch_distributed or module in MAY_NAME_TORCH_DISTRIBUTED, module
 
 
 TORCHRUN_VARIABLES = re.compile(r"(?:LOCAL_|GROUP_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)|TORCHELASTIC_[A-Z_]+")
 
 
-@pytest.mark.parametrize("module", modules("pipesgd"))
-def test_torchruns_variables_are_read_in_two_modules(module: str) -> None:
-    tree = ast.walk(ast.parse(modules("pipesgd")[module].read_text(encoding="utf-8")))
-    texts = [node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    assert any(map(TORCHRUN_VARIABLES.fullmatch, texts)) == (module in ("process", "ranks"))
+def test_torchruns_variables_are_read_in_two_modules() -> None:
+    for module, path in modules("pipesgd").items():
+        texts = [node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        assert any(map(TORCHRUN_VARIABLES.fullmatch, texts)) == (module in ("process", "ranks")), module
 
 
 def test_nothing_outside_of_the_systems_imports_one() -> None:
@@ -174,32 +182,27 @@ def test_neither_rooms_nor_modules_import_in_a_circle() -> None:
         assert list(graphlib.TopologicalSorter(arrows).static_order())  # CycleError names a circle
 
 
-@pytest.mark.parametrize("module", modules("timing_model"))
-def test_the_timing_model_knows_neither_torch_nor_the_trainer(module: str) -> None:
-    for name in imported(modules("timing_model")[module]):
-        assert name.split(".")[0] not in {"torch", "pipesgd", "experiments"}
+def test_the_timing_model_knows_neither_torch_nor_the_trainer() -> None:
+    for module, path in modules("timing_model").items():
+        assert not {room(name) for name in imported(path)} & {"torch", "pipesgd", "experiments"}, module
 
 
-@pytest.mark.parametrize("module", modules("pipesgd"))
-def test_the_trainer_knows_no_experiments_and_the_timing_model_in_two_rooms(module: str) -> None:
-    names = imported(modules("pipesgd")[module])
-    assert not {name.split(".")[0] for name in names} & {"experiments", "tests"}
-    modules_of_it = {name for name in names if name == "timing_model" or name.startswith("timing_model.")}
-    others = {name for name in modules_of_it if ".".join(name.split(".")[:2]) not in ALL_MAY_NAME}
-    assert not others or room(module) in MAY_NAME_THE_TIMING_MODEL
+def test_the_trainer_knows_no_experiments_and_the_timing_model_in_two_rooms() -> None:
+    for module, path in modules("pipesgd").items():
+        assert not {room(name) for name in imported(path)} & {"experiments", "tests"}, module
+        of_the_model = {name for name in imported(path) if room(name) == "timing_model"}
+        others = {name for name in of_the_model if ".".join(name.split(".")[:2]) not in ALL_MAY_NAME}
+        assert not others or room(module) in MAY_NAME_THE_TIMING_MODEL, module
 
 
-@pytest.mark.parametrize(
-    "file", sorted((REPOSITORY / "experiments" / "testbed").glob("*.py")), ids=lambda file: file.name
-)
-def test_the_testbed_imports_the_standard_library_and_itself_alone(file: Path) -> None:
-    tree = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-    names = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
-    tree = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-    names |= {str(node.module) for node in tree if isinstance(node, ast.ImportFrom) and not node.level}
-    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
+def test_the_testbed_imports_the_standard_library_and_itself_alone() -> None:
+    for path in TESTBED.glob("*.py"):
+        names = {alias.name for node in nodes(path) if isinstance(node, ast.Import) for alias in node.names}
+        names |= {str(node.module) for node in nodes(path) if isinstance(node, ast.ImportFrom) and not node.level}
+        assert {room(name) for name in names} <= sys.stdlib_module_names, path
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_testbed_works_under_another_name(tmp_path: Path) -> None:
     shutil.copytree(TESTBED, tmp_path / "emulated")
     words = [sys.executable, "-S", "-m", "emulated", "--nodes", "1", "--rate", "1gbit", "--", "true"]
@@ -254,6 +257,7 @@ def test_importing_pipesgd_imports_no_other_package(statement: str) -> None:
     assert packages - sys.stdlib_module_names == {"pipesgd", "timing_model"}
 
 
+@pytest.mark.slow
 def test_importing_the_package_alone_does_not_import_torch() -> None:
     program = "import sys, pipesgd; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

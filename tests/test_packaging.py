@@ -72,6 +72,7 @@ def _make(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["make", *words], cwd=REPOSITORY, env=own, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @with_make
 def test_make_refuses_an_old_python_before_it_installs_anything(tmp_path: Path) -> None:
     python, venv = tmp_path / "python", tmp_path / "venv"
@@ -84,6 +85,7 @@ def test_make_refuses_an_old_python_before_it_installs_anything(tmp_path: Path) 
     assert not venv.exists()
 
 
+@pytest.mark.slow
 @with_make
 def test_make_tests_with_another_torch_in_an_environment_of_its_own_or_not_at_all(tmp_path: Path) -> None:
     several = _make("test-torch", "TORCH=torch>=2.14")

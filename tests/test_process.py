@@ -20,6 +20,7 @@ print("alive")
 """
 
 
+@pytest.mark.slow
 def test_a_rank_whose_agent_died_before_it_could_look_ends_too() -> None:
     """The shell starts it and ends: only this test still reads its output."""
     script = 'FORMER=$$ "$0" -c "$1" 2>&1 & exit 0'

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import random
 import re
 import shlex
 import shutil
@@ -18,11 +17,20 @@ from typing import Any
 
 import pytest
 import torch
-from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
-from _runs import EXAMPLES, contents, run, run_in, succeed, succeed_as_told, succeed_in, summary, train_as_a_rank
+from _runs import (
+    SHORT,
+    contents,
+    evaluations,
+    lose_the_last_checkpoint,
+    run,
+    run_in,
+    succeed,
+    succeed_in,
+    summary,
+    train_as_a_rank,
+)
 from _waiting import wait_until
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipesgd import train as train_module
 from pipesgd.comm.all_reduce import ScheduledAllReduce
@@ -38,204 +46,12 @@ from pipesgd.train import train
 
 pytestmark = pytest.mark.slow
 
-SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
-
-
-def evaluations(folder: Path) -> list[tuple[int, float]]:
-    """Return iteration and accuracy of each evaluation that TensorBoard shows."""
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("test/accuracy")]
-
-
-def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
-    words = "--dataset fashion-mnist --width 2 --batch-size 64 --iterations 80 --lr 0.02 --trace --check-replicas 25"
-    results = run(4, f"{words} --data-dir {shlex.quote(str(FASHION_MNIST))}", tmp_path)
-    assert [error for error, _, _ in results] == [""] * 4
-    result = summary(tmp_path)
-    assert result["world_size"] == 4
-    assert (result["strategy"], result["width"], result["codec"]) == ("pipelined", 2, "fp32")
-    assert (result["all_reduce"], result["prediction"], result["iterations"]) == ("ring", "eager", 80)
-    assert result["replicas_identical"] is True
-    assert len(result["loading_share_of_ranks"]) == 4
-    assert all(0 < share < 1 for share in result["loading_share_of_ranks"])
-    assert result["final"]["test_accuracy"] > 0.75
-    assert 0 < result["final"]["train_loss"] < 1.5
-    assert 0 < result["final"]["test_loss"] < 1
-    seconds = result["seconds"]
-    assert set(seconds) == {"iteration", "loading", "compute", "communication", "exposed", "update"}
-    assert all(set(values) == {"median", "mean", "p95"} for values in seconds.values())
-    parts = sum(seconds[name]["mean"] for name in ("loading", "compute", "exposed", "update"))
-    assert parts == pytest.approx(seconds["iteration"]["mean"])
-    # 784-500-500-10 has 648,010 parameters: 2 * 3/4 of 4 bytes each, up to the rounding of chunks.
-    assert result["wire_bytes_per_iteration"] == pytest.approx(648_010 * 4 * 1.5, abs=16)
-    assert result["versions"]["torch"] == torch.__version__
-
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["iteration"] for line in lines] == list(range(80))
-    weights = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert sum(value.numel() for value in weights.values()) == 648_010
-    assert evaluations(tmp_path)[-1] == (80, pytest.approx(result["final"]["test_accuracy"]))
-    screen = results[0][1]
-    assert "80 iterations on 4 ranks" in screen
-    assert "bit-identical" in screen
-    assert f"wrote {tmp_path / 'summary.json'}" in screen
-    assert [out for _, out, _ in results[1:]] == [""] * 3, "only rank 0 speaks"
-
-    # In the trace, an all-reduce is between the backward that made its gradient and the update that applies it,
-    # on a row of its own. How many of them are over the next iteration depends on what else the machine does.
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    for rank in range(4):
-        spans = {(e["name"], e["args"]["iteration"]): e for e in events if e["ph"] == "X" and e["pid"] == rank}
-        over_the_next = []
-        for iteration in range(79):
-            reduction, following = spans["communication", iteration], spans["backward", iteration + 1]
-            assert reduction["tid"] != following["tid"]
-            assert end(spans["backward", iteration]) < reduction["ts"]
-            assert end(reduction) < spans["update", iteration]["ts"]
-            over_the_next.append(
-                reduction["ts"] < end(following) and end(reduction) > spans["data", iteration + 1]["ts"]
-            )
-        assert any(over_the_next)
-
-
-def end(event: dict[str, Any]) -> float:
-    return float(event["ts"] + event["dur"])
-
-
-def test_the_loss_trajectory_stays_what_it_was(tmp_path: Path) -> None:
-    """The losses were recorded at full precision in the first version: code changes must not alter them unnoticed.
-
-    They must agree to float32's rounding only, since torch picks its matrix kernels by the processor.
-    """
-    succeed(2, "--hidden-sizes 30 --batch-size 32 --iterations 10 --width 2 --prediction none --lr 0.1", tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines] == pytest.approx(GOLDEN, rel=1e-4)
-
-
-GOLDEN = [
-    2.335512399673462,
-    2.2875401973724365,
-    2.193089246749878,
-    2.2433831691741943,
-    2.1519501209259033,
-    2.075975179672241,
-    1.975888729095459,
-    1.7597675323486328,
-    1.7944668531417847,
-    1.5042108297348022,
-]
-
 
 def test_the_learning_rate_of_a_single_rank_is_multiplied_by_their_number(tmp_path: Path) -> None:
     words = f"{SHORT} --width 1 --schedule one-cycle"
     scaled = succeed(2, f"{words} --lr-scaling linear", tmp_path / "scaled")
     given = succeed(2, words.replace("--lr 0.05", "--lr 0.1"), tmp_path / "given")
     assert scaled["weights_sha256"] == given["weights_sha256"]
-
-
-MODEL_OF_TEXT = "--model transformer --layers 1 --heads 2 --embedding 32 --context 16 --batch-size 16"
-
-
-def text_in(folder: Path) -> str:
-    """Write files of text into ``folder``; return the option that names them.
-
-    No two files have the same sentences, but all have the same words, so that a test file can be predicted.
-    """
-    words = ["the", "ring", "sums", "what", "every", "rank", "has", "found", "and", "gives", "it", "back"]
-    (folder / "text").mkdir()
-    for i in range(20):
-        numbers = random.Random(i)
-        (folder / "text" / f"{i}.txt").write_text(" ".join(numbers.choice(words) for _ in range(100)))
-    return f"--dataset text:{folder / 'text'}"
-
-
-def test_a_transformer_learns_text(tmp_path: Path) -> None:
-    result = succeed(
-        2,
-        f"{MODEL_OF_TEXT} {text_in(tmp_path)} --optimizer adamw --lr 0.01 --iterations 60 --evaluate-iterations 25",
-        tmp_path / "run",
-    )
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["loss"] == pytest.approx(math.log(256), abs=0.1)
-    assert lines[-1]["loss"] < 2.5
-    tested = [line for line in lines if line["test_loss"] is not None]
-    assert [line["iteration"] for line in tested] == [24, 49]
-    assert [line["iteration"] for line in lines if line["test_accuracy"] is not None] == [24, 49]
-    final = result["final"]
-    assert final["test_loss"] < min(2.5, tested[0]["test_loss"])
-    assert final["test_accuracy"] > max(0.3, tested[0]["test_accuracy"])
-    assert result["replicas_identical"]
-
-
-def test_embeddings_exchanged_by_rows_train_and_resume_as_if_exchanged_whole(tmp_path: Path) -> None:
-    """Two ranks add two values in one order only, so that weights are the same, bit for bit."""
-    model = MODEL_OF_TEXT.replace("--batch-size 16", "--batch-size 4")
-    words = f"{model} {text_in(tmp_path)} --optimizer adamw --iterations 12 --checkpoint-iterations 5"
-    whole = succeed(2, words, tmp_path / "whole")
-    sent = {"matrix": whole["wire_bytes_per_iteration"]}
-    for reduce in ("rows", "auto"):
-        found = succeed(2, f"{words} --reduce {reduce}", tmp_path / reduce)
-        lose_the_last_checkpoint(tmp_path / reduce)
-        results = run(2, f"{words} --reduce {reduce} --resume", tmp_path / reduce)
-        assert "continuing after iteration 10" in results[0][1]
-        assert ", embeddings by rows" in results[0][1]
-        assert ("--reduce auto: symbols.weight by rows, positions.weight by matrix" in results[0][1]) == (
-            reduce == "auto"
-        )
-        resumed = summary(tmp_path / reduce)
-        assert whole["weights_sha256"] == found["weights_sha256"] == resumed["weights_sha256"]
-        sent[reduce] = found["wire_bytes_per_iteration"]
-        assert resumed["wire_bytes_per_iteration"] == sent[reduce]
-        recorded = json.loads((tmp_path / reduce / "run.json").read_text())
-        assert ("exchanges" in recorded) == (reduce == "auto")
-        if reduce == "auto":
-            assert recorded["exchanges"].pop("symbols.weight") == "rows"
-            others = set(recorded["exchanges"].values())
-            assert others == {"matrix"}, "a batch has many more positions than a layer has rows"
-    assert sent["auto"] < sent["rows"] < sent["matrix"], "positions are all used, and few of the symbols"
-
-
-def test_linear_layers_exchanged_by_factors_train_and_resume_by_fewer_bytes(tmp_path: Path) -> None:
-    """64-200-10 on two ranks, with four samples on each: both layers have more values than the factors of a batch."""
-    words = "--hidden-sizes 200 --batch-size 4 --iterations 12 --lr 0.05 --width 2 --checkpoint-iterations 5"
-    hidden, output, biases = 64 * 200, 200 * 10, 200 + 10
-    factors = {"hidden": 4 + 4 * 4 * (64 + 200), "output": 4 + 4 * 4 * (200 + 10)}
-    expected = {
-        "matrix": 4 * (hidden + output + biases),
-        "factors": factors["hidden"] + factors["output"] + 4 * biases,
-        "auto": factors["hidden"] + factors["output"] + 4 * biases,
-    }
-    found = {}
-    for reduce, sent in expected.items():
-        found[reduce] = succeed(2, f"{words} --reduce {reduce}", tmp_path / reduce)
-        assert found[reduce]["wire_bytes_per_iteration"] == sent
-        assert found[reduce]["replicas_identical"]
-    assert found["factors"]["weights_sha256"] == found["auto"]["weights_sha256"]
-    assert found["factors"]["final"]["train_loss"] == pytest.approx(found["matrix"]["final"]["train_loss"], rel=1e-4)
-    lose_the_last_checkpoint(tmp_path / "auto")
-    [(_, said, _), *_] = run(2, f"{words} --reduce auto --resume", tmp_path / "auto")
-    assert "continuing after iteration 10" in said
-    assert ", embeddings by rows and linear layers by factors where that sends less" in said
-    assert "--reduce auto: 1.weight by factors, 3.weight by factors" in said
-    assert summary(tmp_path / "auto")["weights_sha256"] == found["auto"]["weights_sha256"]
-    recorded = json.loads((tmp_path / "auto" / "run.json").read_text())
-    assert recorded["exchanges"] == {"1.weight": "factors", "3.weight": "factors"}
-
-
-def test_an_example_with_a_large_embedding_sends_its_few_rows(tmp_path: Path) -> None:
-    found = succeed_as_told((EXAMPLES / "hashed_words.py").read_text(encoding="utf-8"), tmp_path / "run")
-    assert found["final"]["test_accuracy"] > 0.9
-    assert found["replicas_identical"]
-    others = 4 * (16 * 2 + 2)  # of two ranks, each sends half of them twice
-    in_a_batch = 32 * 8
-    assert found["wire_bytes_per_iteration"] < others + 4 + in_a_batch * (4 + 4 * 16), "a table has 6.4 MB"
-
-
-def test_rows_of_a_model_without_embeddings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    [(error, _, _)] = run(1, f"{SHORT} --reduce rows", tmp_path / "run")
-    assert error.startswith("UserInputError: reduce must be matrix unless a torch.nn.Embedding is trained")
-    assert not (tmp_path / "run").exists()
 
 
 def _train_on_a_node_each(ranks: Ranks, words: list[str]) -> tuple[str, str, str]:
@@ -269,43 +85,6 @@ def test_one_rank_is_the_same_path(tmp_path: Path) -> None:
     result = succeed(1, SHORT, tmp_path)
     assert result["world_size"] == 1
     assert result["wire_bytes_per_iteration"] == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "workers", "identical"),
-    [
-        ("--strategy ddp --ddp-hook fp16", 3, True),
-        ("--strategy ps-sync --servers 2 --check-replicas 4", 3, True),
-        ("--strategy ps-sync --server-placement dedicated", 2, True),
-        ("--strategy ps-async --schedule one-cycle", 3, True),
-        ("--strategy easgd-async --local-steps 2 --schedule one-cycle", 3, True),
-        ("--strategy easgd-async --server-placement dedicated --clip-norm 1 --optimizer muon", 2, True),
-        (
-            "--strategy ps-async --staleness-bound 1 --servers 2 --server-placement dedicated --schedule one-cycle",
-            1,
-            True,
-        ),
-        ("--strategy local", 3, False),
-    ],
-)
-def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, workers: int, identical: bool) -> None:
-    strategy = words.split()[1]
-    words = f"{SHORT} {words} --iterations 30 --checkpoint-iterations 10 --trace".replace("--iterations 12", "")
-    result = succeed(3, words, tmp_path)
-    assert (result["strategy"], result["world_size"], result["workers"]) == (strategy, 3, workers)
-    assert (result["width"], result["replicas_identical"]) == (None, identical)
-    assert len(result["iteration_seconds_of_ranks"]) == workers
-    assert result["final"]["test_accuracy"] > 0.5
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 30
-    if strategy == "easgd-async":
-        del lines[0]  # elastic averaging has no answer to wait for in its first iteration
-    assert all(line["seconds"]["exposed"] > 0 for line in lines) == ("local" not in words)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        f"iteration-{i}" for i in (10, 20, 30)
-    ]
-    resumed = succeed(3, f"{words} --resume", tmp_path)
-    assert resumed["final"]["test_accuracy"] > 0.5
 
 
 NORMALIZED = """
@@ -360,12 +139,6 @@ def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, wo
         assert [line["iteration"] for line in lines] == list(range(whole["iterations"]))
     weights = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "cut")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def lose_the_last_checkpoint(output: Path) -> None:
-    """Delete the last checkpoint, as if the run had been interrupted before its end."""
-    last = max((output / "checkpoints").iterdir(), key=lambda path: int(path.name.partition("-")[2]))
-    shutil.rmtree(last)
 
 
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
@@ -621,53 +394,6 @@ def test_ranks_with_different_data_all_say_so(tmp_path: Path) -> None:
     for text in results:
         assert text.startswith("DisagreementError: data must be the same on all ranks; got 60 training samples")
         assert "61 training samples" in text
-
-
-def pictures_in(folder: Path) -> str:
-    """Write 40 pictures to train with and 40 to test with into ``folder``; return the options that name them."""
-    from PIL import Image
-
-    for split in ("train", "test"):
-        for name in ("cat", "dog"):
-            (path := folder / split / name).mkdir(parents=True)
-            for i in range(20):
-                Image.new("RGB", (8, 8), (i, i, i)).save(path / f"{i}.png")
-    return f"--dataset images --image-size 8 --data-dir {folder} --loader-workers 0"
-
-
-@pytest.mark.parametrize("schedule", ["one-cycle", "cosine"])
-def test_a_run_that_resumes_with_more_or_less_data_ends_where_it_was_to_end(tmp_path: Path, schedule: str) -> None:
-    """With 40 samples, 4 epochs are 20 iterations of 8. Rates of another length of the schedule would be others."""
-    words = f"--hidden-sizes 20 --batch-size 4 --epochs 4 --schedule {schedule} {pictures_in(tmp_path / 'data')}"
-    words, output = f"{words} --checkpoint-iterations 5", tmp_path / "run"
-    succeed(2, words, output)
-    rates = [line["lr"] for line in read_metrics(output / "metrics.jsonl")]
-    for iterations_per_epoch in (10, 1):
-        for path in (tmp_path / "data" / "train").iterdir():
-            for i in range(20):
-                shutil.copy(path / "0.png", path / f"{20 + i}.png")
-            for picture in sorted(path.iterdir())[4 * iterations_per_epoch :]:
-                picture.unlink()
-        for _ in range(2):
-            lose_the_last_checkpoint(output)
-        [(error, said, _), _] = run(2, f"{words} --resume", output)
-        assert error == ""
-        assert f"; got {8 * iterations_per_epoch} training samples" in said
-        assert "the run continues with them up to iteration 20, as it began" in said
-        assert "continuing after iteration 10 of 20" in said
-        assert summary(output)["iterations"] == 20
-        assert [line["lr"] for line in read_metrics(output / "metrics.jsonl")] == rates
-
-
-def test_a_run_that_resumes_with_other_data_says_so(tmp_path: Path) -> None:
-    words = f"{SHORT} {pictures_in(tmp_path / 'data')} --resume"
-    succeed(2, words, tmp_path / "run")
-    assert "warning" not in run(2, words, tmp_path / "run")[0][1]
-    for split in ("train", "test"):
-        (tmp_path / "data" / split / "dog").rename(tmp_path / "data" / split / "wolf")
-    (error, said, _), (_, nothing, _) = run(2, words, tmp_path / "run")
-    assert (error, nothing) == ("", "")
-    assert said.count("warning: the data are not those of the checkpoint, 40 training samples and 40 test samples") == 1
 
 
 def _train_in_own_folder(ranks: Ranks, folder: str, words: str) -> str:

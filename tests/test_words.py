@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from _refusals import refused
 
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.cli import parse, parse_as
@@ -56,33 +57,7 @@ def test_every_option_answers_a_bad_value_in_one_line(
             assert said.startswith(f"{name} must have no value; got ")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--iterations 10k", "iterations must be a whole number; got '10k' (did you mean 10000?)"),
-        ("--iterations 1.5M", "iterations must be a whole number; got '1.5M' (did you mean 1500000?)"),
-        ("--checkpoint-iterations 1e3", "checkpoint-iterations must be a whole number; got '1e3' (did you mean 1000?)"),
-        ("--batch-size 1,024", "batch-size must be a whole number; got '1,024' (did you mean 1024?)"),
-        ("--epochs 1.5", "epochs must be a whole number; got '1.5'"),
-        ("--loader-workers two", "loader-workers must be a whole number; got 'two'"),
-        ("--hidden-sizes 1k 10", "hidden-sizes must be a whole number; got '1k' (did you mean 1000?)"),
-        ("--clip-norm abc", "clip-norm must be a number; got 'abc'"),
-        ("--lr 0,1", "lr must be a number; got '0,1' (did you mean 0.1?)"),
-        ("--lr", "lr must have a value; got none"),
-        ("--lr --trace", "lr must have a value; got none"),
-        ("--output=", "output must have a value; got none"),
-        ("--lr 0.1 0.2", "lr must have one value; got '0.1 0.2'"),
-        ("--width 10k", "width must be a whole number or auto; got '10k' (did you mean 10000?)"),
-        ("--resume runs/a", "resume must have no value; got 'runs/a' (did you mean --output runs/a --resume?)"),
-        ("--resume=runs/a", "resume must have no value; got 'runs/a' (did you mean --output runs/a --resume?)"),
-        ("--trace true", "trace must have no value; got 'true' (leave true out, or --trace)"),
-        ("--trace yes", "trace must have no value; got 'yes'"),
-        ("runs/a", "every option must begin with --; got 'runs/a'"),
-        ("lr 0.1", "every option must begin with --; got 'lr' (did you mean --lr?)"),
-        ("-lr 0.1", "every option must be one that --help-all lists; got '-lr' (did you mean lr?)"),
-        ("--lr -x", "every option must be one that --help-all lists; got '-x'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), refused("misspelled"))
 def test_the_line_names_what_was_meant(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(parse, words.split(), capsys) == message
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
@@ -197,6 +198,7 @@ def _reader(kind: Kind, name: str) -> Callable[[str], Any]:
     return read
 
 
+@functools.cache
 def _docstrings(section: type) -> dict[str, str]:
     """Return the docstring under each field of a dataclass, on one line."""
     [body] = ast.parse(inspect.getsource(section)).body

@@ -11,7 +11,6 @@ from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.all_reduce import MOST_PLANS, AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
 from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
-from pipesgd.comm.pace import PACED_SECONDS, TokenBucket, paced_segment_bytes
 from pipesgd.comm.transport import TorchLinks, Transport
 from pipesgd.errors import CommunicationError, OutOfStepError, UserInputError
 from pipesgd.ranks import Ranks
@@ -61,8 +60,14 @@ class Connections:
         self._name = all_reduce
         self.ranks = ranks
         self._timeout = timeout
-        self._segment_bytes = paced_segment_bytes(segment_bytes, rate_limit)
+        self._segment_bytes = segment_bytes
         self._rate_limit = rate_limit
+        pace = _at_once
+        if rate_limit < math.inf:
+            from pipesgd.comm.pace import TokenBucket, paced_segment_bytes
+
+            self._segment_bytes = paced_segment_bytes(segment_bytes, rate_limit)
+            pace = TokenBucket(rate_limit).take
         self._buckets = buckets
         on_each_node = ranks_per_node(ranks) if all_reduce == "hierarchical" else 1
         is_outside = ranks.rank >= ranks.world_size  # this rank is not among ``ranks``, the first ones of the job
@@ -75,7 +80,6 @@ class Connections:
         self._links = TorchLinks(ranks, timeout, connections, backend=backend, on_host=on_host)
         if is_outside:
             return
-        pace = TokenBucket(rate_limit).take if rate_limit < math.inf else _at_once
         self.control: Transport = self._links.control(pace)
         """Transport of the headers, which counts their bytes."""
         self._headers = Headers(self.control)
@@ -176,6 +180,10 @@ def _at_once(nbytes: int) -> None:
 
 def check_block(codec: Codec, rate_limit: float) -> None:
     """Raise ``UserInputError`` if an encoded block of ``codec`` is larger than a message may be at the rate limit."""
+    if rate_limit == math.inf:
+        return
+    from pipesgd.comm.pace import PACED_SECONDS
+
     block_bytes, most_bytes = codec.wire_bytes(codec.block), rate_limit * PACED_SECONDS
     if block_bytes > most_bytes:
         raise UserInputError(

@@ -16,12 +16,12 @@ from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.errors import CheckpointError, UserInputError, warn
 from pipesgd.pipeline.exchanges import Reduce
-from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say, say_sentences
 
 if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
+    from pipesgd.planning.planned import Planned
     from timing_model.cluster_profile import Profile
 
 CALIBRATION_SECONDS = 4.0
@@ -69,14 +69,16 @@ def plan_run(
     if "width" in asked and (used := [f"--{name}" for name, value in late.items() if value]):
         say(console, f"{' and '.join(used)} count at widths above 1 alone, since at width 1 no gradient is late")
     given = share_cluster(path, ranks, console)
+    if earlier is None and not (asked or given):
+        return config, None, None
+    from pipesgd.planning.planned import Planned, choices_of, words
+
     if earlier is not None:
         config, planned = ranks.raise_together("earlier choice", lambda: continued(config, earlier))
         if planned is not None:
             say(console, f"planned when the run began: {words(planned.choices)}", *planned.lines()[len(planned.why) :])
         if planned is not None or not given:
             return config, planned, None
-    elif not (asked or given):
-        return config, None, None
     if ranks.world_size == 1:
         say(
             console,
@@ -194,6 +196,8 @@ def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig
     Raises:
         CheckpointError: the folder of that run does not record them.
     """
+    from pipesgd.planning.planned import Planned
+
     options, planned = earlier["options"], earlier["planned"]
     try:
         config = config.with_choices({name: options[name] for name in config.planning.auto})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -82,33 +82,46 @@ class Hooks(Protocol):
         """Remove the hooks."""
 
 
-class Gathering(Sum, Protocol):
+class Gathering(ABC):
     """A sum of matrices that gathers what each rank's matrices are made of, and so knows its bytes only afterwards."""
 
     eligible: ClassVar[str]
     """Words for the layers whose weights can be exchanged like this."""
-    parts: Sequence[Any]
+    parts: Sequence[Any] = ()
     """What ``hooks`` have kept of this rank's gradients in the next ``sum``, in the order of its buffer's matrices."""
     bytes_sent: int
-    """Bytes that this rank has sent in the last ``sum``."""
+    """Bytes that this rank has sent in the last ``sum``; they depend on all ranks' gradients."""
 
+    @abstractmethod
     def __init__(self, all_gather: AllReduce, *, rank: int, world_size: int): ...
 
     @staticmethod
+    @abstractmethod
     def weights(model: nn.Module) -> list[Tensor]:
-        """Return the model's weights whose gradients can be exchanged like this."""
+        """Return the model's weights whose gradients can be exchanged like this.
+
+        Raises:
+            UserInputError: one of them is too large.
+        """
 
     @staticmethod
     def hooks(model: nn.Module, weights: Sequence[Tensor], loss_scale: LossScale | None) -> Hooks | None:
         """Return hooks that keep what gradients of these ``weights`` are made of; None if gradients say it alone."""
+        return None
 
     @staticmethod
+    @abstractmethod
     def pieces(gradient: Tensor, kept: Any) -> int:
         """Return the number of pieces of a gradient, of which ``hooks`` have ``kept`` this."""
 
     @staticmethod
+    @abstractmethod
     def part_bytes(count: int, matrix: Tensor) -> int:
         """Return the bytes of one rank's part of a matrix if the rank with the most has ``count`` pieces of it."""
+
+    @abstractmethod
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
+        """Replace the matrices in ``buffer``, (rows, columns) each, by their sums over the ranks; see ``Sum``."""
 
 
 def mean_over_ranks(

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from _ranks import run_module, run_ranks, start_module
+from _refusals import refused
 from _waiting import wait_until
 from matplotlib.figure import Figure
 
@@ -182,25 +183,7 @@ def test_an_existing_file_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) ->
     assert Profile.load(out).calibrated.world_sizes == (2,)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--seconds 0", "seconds must be above 0; got 0.0"),
-        ("--seconds nan", "seconds must be above 0; got nan"),
-        ("--largest-bytes 1000", "largest-bytes must be at least 65536; got 1000"),
-        ("--codecs int8 int9", "codecs must be one of .*; got 'int9' .did you mean int8"),
-        ("--codecs int8 int8", "codecs must name each once; got 'int8' twice"),
-        ("--all-reduces native", "all-reduces must have ring, whose link others have; got native"),
-        ("--all-reduces ring rings", "all-reduces must be one of .*; got 'rings'"),
-        ("--all-reduces ring ring", "all-reduces must name each once; got 'ring' twice"),
-        ("--prediction guess", "prediction must be one of"),
-        ("--epochs 3", "epochs must be left out of a calibration .see --seconds.; got 3"),
-        ("--out a.png --plot a.png", "plot must be another file than --out; got a.png"),
-        ("--batch-size 0", "batch-size must be at least 1; got 0"),
-        ("--width 3", "every option must be one that --help-all lists; got --width"),
-        ("--seconds soon", "seconds must be a number; got 'soon'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), refused("calibrate"))
 def test_bad_options_are_refused_in_one_line(words: str, message: str) -> None:
     with pytest.raises(UserInputError, match=f"^{message}"):
         parse_as(CalibrateConfig, "calibrate", words.split())

@@ -502,6 +502,7 @@ def _released(ranks: Ranks, micro_batches: int) -> tuple[int, list[float]]:
         return len(trained.laps[0][0]), trained.released()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_gradients_are_complete_after_shares_of_the_last_micro_batch(micro_batches: int) -> None:
     for iterations, shares in run_ranks(2, _released, micro_batches):

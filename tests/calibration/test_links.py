@@ -135,6 +135,7 @@ def _probe(ranks: Ranks, brief: bool = False) -> Probes:
     return probe(ranks, transport, lambda share: None, brief=brief)
 
 
+@pytest.mark.slow
 def test_real_ranks_probe_every_link_and_agree_on_the_table() -> None:
     found = run_ranks(3, _probe)
     for one in found:
@@ -145,6 +146,7 @@ def test_real_ranks_probe_every_link_and_agree_on_the_table() -> None:
         assert np.nanmin(one.rate) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enough", [0.0, 1e9])
 def test_a_brief_probe_reaches_every_rank_however_many_messages_are_enough(
     enough: float, monkeypatch: pytest.MonkeyPatch

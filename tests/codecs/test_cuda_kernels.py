@@ -146,6 +146,7 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CODECS, ids=names)
 def test_bytes_residuals_and_values_are_those_of_the_cpu(
     interpreter: ProcessPoolExecutor, options: dict[str, Any]
@@ -153,6 +154,7 @@ def test_bytes_residuals_and_values_are_those_of_the_cpu(
     assert interpreter.submit(in_the_interpreter, options).result() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [one for one in CODECS if one.get("codec_block", 1) < LARGE], ids=names)
 def test_so_they_are_of_zeros_tiny_huge_and_infinite_values_and_nan(
     interpreter: ProcessPoolExecutor, options: dict[str, Any]
@@ -160,6 +162,7 @@ def test_so_they_are_of_zeros_tiny_huge_and_infinite_values_and_nan(
     assert interpreter.submit(special_in_the_interpreter, options).result() == []
 
 
+@pytest.mark.slow
 def test_no_other_test_runs_in_the_interpreter(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(os.getenv, "TRITON_INTERPRET").result() == "1"
     assert os.getenv("TRITON_INTERPRET") is None

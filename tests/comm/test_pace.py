@@ -202,6 +202,7 @@ def _with_a_late_receiver(ranks: Ranks) -> list[bool]:
     return begun
 
 
+@pytest.mark.slow
 def test_over_gloo_no_messages_gather_for_a_late_receiver() -> None:
     """Rank 0's left neighbour is there, so that it is the message that has not left for which rank 0 waits."""
     first, *others = run_ranks(3, _with_a_late_receiver)[0]
@@ -230,6 +231,7 @@ def _left_alone(ranks: Ranks) -> tuple[str, int, bool] | None:
     return str(failure), connections.transport.bytes_sent, alive
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_to_send_at_the_limit_hears_of_a_lost_one() -> None:
     """The sum would take 40 s, and the deadline is 20 s."""
     said, sent, alive = run_ranks(2, _left_alone)[0]
@@ -248,6 +250,7 @@ def _with_large_blocks(ranks: Ranks) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_larger_than_a_paced_message_are_refused() -> None:
     assert run_ranks(1, _with_large_blocks) == [
         "codec-block must encode to at most 1875 bytes, a message's at this rate-limit; got 1872 values, 1876 bytes"
@@ -285,6 +288,7 @@ def _sums(ranks: Ranks) -> tuple[list[Tensor], list[tuple[list[int], int]]]:
     return values, found
 
 
+@pytest.mark.slow
 def test_every_byte_that_is_sent_passes_the_bucket_and_the_sum_is_the_same() -> None:
     for (limited, unlimited), ((small, small_sent), (large, large_sent)) in run_ranks(2, _sums):
         assert torch.equal(limited, unlimited), "smaller messages, the same values"

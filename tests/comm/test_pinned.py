@@ -12,7 +12,7 @@ from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.flat_buffer import FlatBuffer
-from pipesgd.systems.exchanges.topk import TopKReducer
+from pipesgd.systems.exchanges.topk import TopK
 from timing_model.schedules import gather_ring
 
 WORLD_SIZE = 6
@@ -71,7 +71,7 @@ def test_memory_is_bounded_while_messages_become_smaller() -> None:
         between = PinnedTransport(transport)
         all_gather = ScheduledAllReduce(between, gather_ring(transport.rank, 3), Uncompressed(), segment_bytes=1 << 20)
         options = {"density": 0.01, "density_warmup": 40}
-        reducer = TopKReducer(all_gather, rank=transport.rank, world_size=3, **options)
+        reducer = TopK(**options).sums(all_gather, rank=transport.rank, world_size=3)
         allocated = []
         for iteration in range(41):
             reducer.sum(FlatBuffer([torch.ones(1000)]), iteration)

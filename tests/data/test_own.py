@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import pickle
 import random
 import re
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from _refusals import refused
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -218,120 +218,7 @@ def load_alone(words: str) -> Any:
 OWN = "--dataset own:points --model own:model"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "--dataset owm:points",
-            "dataset must be in a module that can be imported from here; got owm (did you mean own?)",
-        ),
-        (
-            "--model kit.model:net",
-            "model must be in a module that can be imported from here; got kit.model (did you mean kit.models?)",
-        ),
-        (
-            "--model kit.models:net",
-            "model must be in a module that can be imported, kit.models; got SyntaxError: .*models.py, line 1.*",
-        ),
-        (
-            "--model kit.lacking:net",
-            "model must be in a module that can be imported, kit.lacking; got ModuleNotFoundError: "
-            "No module named 'not_there' (FOLDER/kit/lacking.py:2)",
-        ),
-        (
-            "--model own:modle",
-            "model must be a function of own; got own:modle, which it does not have (did you mean model?)",
-        ),
-        ("--loss own:number", "loss must be a function; got own:number, which is of type int"),
-        (
-            "--model own:modle=wide",
-            "model must be a function of own; got own:modle, which it does not have (did you mean model?)",
-        ),
-        (
-            "--model own:frozen=wide",
-            "model must be made by own:frozen=wide without an error; "
-            "got TypeError: frozen() takes 0 positional arguments but 1 was given",
-        ),
-        (
-            "--dataset own:needs_more",
-            "dataset must be a function whose parameters have defaults or are among data_dir, image_size, context, "
-            "seed, rank, world_size; got own:needs_more(seed, colour)",
-        ),
-        (
-            "--dataset own:pictures",
-            "data-dir must be known for --dataset own:pictures, which needs it; got none (--data-dir gives it)",
-        ),
-        (
-            "--dataset own:bare --model own:classifier",
-            "num-classes must be known for --model own:classifier, which needs it; got none "
-            "(an attribute num_classes or classes of the training data gives it)",
-        ),
-        (
-            "--dataset own:bare --model mlp",
-            "model must be transformer for text; got mlp, which is for images "
-            "(--dataset one of digits, mnist, fashion-mnist, cifar100, images)",
-        ),
-        (
-            "--dataset own:pictures --data-dir . --image-size 8 --model convnet",
-            "num-classes must be known for --model convnet, which needs it; got none "
-            "(an attribute num_classes or classes of the training data gives it)",
-        ),
-        (
-            "--dataset own:several --model own:shaped",
-            "sample-shape must be known for --model own:shaped, which needs it; got none "
-            "(it is known where an input is one tensor)",
-        ),
-        (
-            "--dataset own:points --context 9",
-            "context must be left out with --dataset own:points, which has no parameter context; got 9",
-        ),
-        (
-            "--model own:model --layers 3",
-            "layers must be left out with --model own:model, which has no parameter layers; got 3",
-        ),
-        (
-            "--dataset own:fails",
-            "dataset must be made by own:fails without an error; "
-            "got KeyError: 'no such\\n column' (FOLDER/own.py:<raise KeyError>)",
-        ),
-        (
-            "--dataset own:leaves",
-            "dataset must be made by own:leaves without an error; got SystemExit (FOLDER/own.py:<raise SystemExit>)",
-        ),
-        (
-            "--dataset own:one",
-            "dataset must be made by a function that returns a pair (training set, test set); got Points from own:one",
-        ),
-        ("--dataset own:empty", "training data must hold at least one sample; got none"),
-        ("--dataset own:lengthless", "training data must have a length; got list_iterator, which has none"),
-        ("--dataset own:not_pairs", "every sample of the training data must be a pair (input, target); got Tensor"),
-        (
-            "--dataset own:uneven --model own:model",
-            "samples of the test data must go together; got RuntimeError: .*",
-        ),
-        (
-            "--dataset own:words",
-            "samples must consist of tensors, arrays and numbers, in tuples or dicts; got one of type str",
-        ),
-        (
-            "--dataset own:unreadable",
-            "sample 0 of the training data must be readable; got OSError: disk 0 (FOLDER/own.py:<raise OSError>)",
-        ),
-        (
-            "--model own:no_model",
-            "model must be made by a function that returns a torch.nn.Module; got int from own:no_model",
-        ),
-        ("--model own:frozen", "model must have a parameter to train; got none from own:frozen"),
-        (f"{OWN} --model own:wide", "model must accept the inputs of the data set; got RuntimeError: mat1 and mat2 .*"),
-        (f"{OWN} --loss own:batch_loss", "loss must return a scalar tensor, the mean of a batch; got shape (2,)"),
-        (f"{OWN} --loss own:python_loss", "loss must return a scalar tensor, the mean of a batch; got float"),
-        (f"{OWN} --loss own:constant_loss", "loss must have a gradient; got RuntimeError: element 0 of tensors .*"),
-        (
-            f"{OWN} --loss own:wrong_loss",
-            "loss must accept the model's outputs and the targets; got ValueError: kl_loss (FOLDER/own.py:<kl_loss>)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), refused("own data"))
 def test_bad_input_is_one_line(words: str, message: str, folder: Path) -> None:
     options = {one.split()[0]: f"--{one}" for one in f" {words}".split(" --")[1:]}  # the last one of each counts
     with pytest.raises(UserInputError) as caught:
@@ -556,6 +443,7 @@ def test_random_numbers_of_samples_depend_on_the_ranks_seed_and_the_batch_alone(
     assert len({tuple(row) for inputs in drawn for row in inputs.tolist()}) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_left_to_collect")
 def test_other_processes_outlive_ctrl_c_and_end_in_good_order_while_threads_of_theirs_share_memory(
     capfd: pytest.CaptureFixture[str],
@@ -568,6 +456,7 @@ def test_other_processes_outlive_ctrl_c_and_end_in_good_order_while_threads_of_t
     assert capfd.readouterr() == ("", "")  # "terminate called without an active exception"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_left_to_collect")
 def test_what_cannot_be_sent_to_other_processes_is_refused() -> None:
     class Local(Counting):
@@ -577,7 +466,6 @@ def test_what_cannot_be_sent_to_other_processes_is_refused() -> None:
     message = "^loader-workers must be 0 where the data cannot be sent to other processes; got AttributeError: .*Local"
     with pytest.raises(UserInputError, match=message):
         next(batches.from_iteration(0))
-    assert not multiprocessing.active_children()
 
 
 def test_an_iterable_must_begin_again() -> None:

@@ -390,7 +390,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def test_a_process_that_ends_after_its_watch_is_not_missed() -> None:
-    assert run_ranks(2, _leaves_and_ends, process_group=False) == [0, 0]
+    assert run_ranks(2, _leaves_and_ends, process_group=False, fresh=True) == [0, 0]
 
 
 def test_a_watch_that_follows_another_one_is_connected_again() -> None:

@@ -502,7 +502,7 @@ def _one_fails_in_its_own_loop(ranks: Ranks) -> Any:
 
 
 def test_a_failure_elsewhere_ends_the_wait_of_a_loop_of_ones_own() -> None:
-    kind, text = run_ranks(2, _one_fails_in_its_own_loop, deadline=40.0)[0]
+    kind, text = run_ranks(2, _one_fails_in_its_own_loop, deadline=40.0, fresh=True)[0]
     assert kind is PeerFailed
     assert "rank 1 has failed: rank 1: the disk is full" in text
 

@@ -947,6 +947,7 @@ def _differ(ranks: Ranks) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_windows_of_different_lengths_are_named() -> None:
     for line in run_ranks(2, _differ):
         assert "local_steps" in line

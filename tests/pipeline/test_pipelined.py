@@ -421,7 +421,7 @@ def test_without_torchrun_one_rank_trains_alone() -> None:
         ({"width": 65}, "width must be at most 64"),
         ({"warmup_iterations": -1}, "warmup-iterations must be at least 0; got -1"),
         ({"all_reduce": "rign"}, "did you mean ring"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite must be stop or skip; got 'ignore'"),
+        ({"on_nonfinite": "ignore"}, "on-nonfinite must be stop or skip; got 'ignore'"),
         ({"timeout": 0}, "timeout must be from 0.1 to 1,000,000 seconds; got 0"),
     ],
 )

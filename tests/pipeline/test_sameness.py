@@ -79,6 +79,7 @@ def _construct_all(ranks: Ranks) -> dict[str, str | None]:
     return {name: _construct(ranks, of_ranks) for name, (of_ranks, _) in PER_RANK.items()}
 
 
+@pytest.mark.slow
 def test_options_that_differ_are_named_with_both_values() -> None:
     """Different options used to be summed with each other, or to make replicas diverge, silently."""
     one, other = run_ranks(2, _construct_all)
@@ -100,6 +101,7 @@ def _construct_with_optimizers(ranks: Ranks, kinds: list[str]) -> dict[str, str 
     return {kind: _construct(ranks, ({}, {}), kind) for kind in kinds}
 
 
+@pytest.mark.slow
 def test_parameters_buffers_and_optimizers_that_differ_are_named() -> None:
     messages = {
         "order": "parameters (number 0) must be the same on all ranks; got '0.weight 4x4 float32' on rank 0, "
@@ -121,6 +123,7 @@ def _construct_with_own_timeouts(ranks: Ranks) -> str | None:
     return _construct(ranks, tuple({"timeout": 10.0 + rank} for rank in range(ranks.world_size)))
 
 
+@pytest.mark.slow
 def test_timeouts_may_differ() -> None:
     assert run_ranks(2, _construct_with_own_timeouts) == [None, None]
 

@@ -267,6 +267,7 @@ def _save_on_a_full_disk(ranks: Ranks, tmp_path: Path) -> tuple[list[bool], list
     return written, newest
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_is_one_warning_and_the_next_is_tried(
     tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def _evaluate(ranks: Ranks, name: str) -> Evaluation:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DATASETS)
 def test_the_ranks_parts_make_the_whole(name: str) -> None:
     results = run_ranks(2, _evaluate, name, process_group=False)

@@ -112,6 +112,7 @@ def test_lines_of_the_previous_version_stay_where_its_run_is_resumed(tmp_path: P
     assert writer.history.known("compute").tolist() == [1.25, 1.25]
 
 
+@pytest.mark.slow
 def test_a_summary_has_the_numbers_of_all_iterations_whatever_the_disk_does(
     tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +202,7 @@ def test_metrics_that_cannot_be_read_in_full_are_kept(
     ]
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_written_are_written_when_there_is_room(
     tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +228,7 @@ def test_metrics_that_cannot_be_written_are_written_when_there_is_room(
     assert [event.step for event in events.Scalars("train/loss")] == list(range(130))
 
 
+@pytest.mark.slow
 def test_metrics_that_stay_unwritten_are_said_to_be_lost(
     tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

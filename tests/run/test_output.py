@@ -197,6 +197,7 @@ def _sleep_until(event: Any) -> None:
     event.wait(60)
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     lock = take(tmp_path / "run")
     fork = multiprocessing.get_context("fork")
@@ -360,6 +361,7 @@ def test_a_damaged_description_is_one_line(tmp_path: Path, text: str) -> None:
     assert "\n" not in str(refused)
 
 
+@pytest.mark.slow
 def test_a_full_disk_refuses_a_new_run_and_lets_an_old_one_continue(
     small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

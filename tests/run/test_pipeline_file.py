@@ -51,6 +51,7 @@ def _saves_and_loads(ranks: Ranks, folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_pipeline_continues_from_its_file_and_from_no_other(tmp_path: Path) -> None:
     [found] = run_ranks(1, _saves_and_loads, tmp_path)
     must = "RunError: a checkpoint must have the pipeline of each rank; "
@@ -97,6 +98,7 @@ def _resume_with_numpy(ranks: Ranks, file: PipelineFile, local_steps: bool) -> b
     return len(set(hashes)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local_steps", [False, True])
 def test_a_schedule_that_computes_with_numpy_leaves_a_state_that_can_be_loaded(
     local_steps: bool, tmp_path: Path

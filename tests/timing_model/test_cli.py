@@ -215,6 +215,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "--version") == f"timing-model {pipesgd.__version__}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["timing_model", "timing_model.cli"])
 def test_as_a_module(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)
@@ -222,6 +223,7 @@ def test_as_a_module(module: str) -> None:
     assert done.stdout.startswith("timing-model ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["timing-model", "pipesgd"])
 def test_the_installed_command_finds_functions_in_the_current_folder(tmp_path: Path, name: str) -> None:
     """Python begins its path with the folder of the command, which pip writes as here, and not with the current one."""
@@ -243,6 +245,7 @@ def test_the_installed_command_finds_functions_in_the_current_folder(tmp_path: P
     assert "own_all_reduce:binomial_tree" in done.stdout
 
 
+@pytest.mark.slow
 def test_as_a_program() -> None:
     words = [sys.executable, "-m", "timing_model", "predict", *HAND.split()]
     done = subprocess.run([*words, "--width", "0"], capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _refusals import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -477,77 +478,7 @@ def test_the_command_plans_meshes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"predict {NODES} --all-reduce hierarchical".split()) == 0, "it needs the link inside, too"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("plan HAND --split fsdp", "split must be one of fsdp2, tensor; got fsdp (did you mean fsdp2?)"),
-        ("predict HAND --split fsdp2", "members must be given with --split fsdp2; got none"),
-        ("predict HAND --members 2", "members must come with a split, fsdp2 or tensor; got 2 without"),
-        ("plan HAND --members 2", "members must come with a split, fsdp2 or tensor; got 2 without"),
-        ("predict HAND --split fsdp2 --members 5", "members must divide 16 ranks; got 5"),
-        ("plan HAND --split fsdp2 --members 1 5", "members must divide 16 ranks; got 5"),
-        ("plan HAND --split fsdp2 --members 0", "members must be a whole number of at least 1; got '0'"),
-        ("plan HAND --split fsdp2 --activations 8MiB", "activations must be left out with split fsdp2; got 8.39 MB"),
-        ("plan HAND --activations 8MiB", "activations must be left out without split tensor; got 8.39 MB"),
-        ("plan HAND --split fsdp2 --split-share 0.5", "split-share must be left out with split fsdp2; got 0.5"),
-        ("plan HAND --split-share 0.5", "split-share must be left out without split tensor; got 0.5"),
-        (
-            "plan HAND --split tensor",
-            "activations must be given with split tensor: the bytes that are summed inside an island for the samples "
-            "of one rank in an iteration; got none",
-        ),
-        (
-            "plan HAND --split tensor --activations 8MiB --split-share 0",
-            "split-share must be above 0 and at most 1; got 0",
-        ),
-        (
-            "plan HAND --split tensor --activations 8MiB --split-share 1.5",
-            "split-share must be above 0 and at most 1; got 1.5",
-        ),
-        ("plan HAND --split tensor --activations 8", "activations must have a unit such as 25MiB; got '8'"),
-        ("plan HAND --memory 0B", "memory must be finite and above 0; got 0.0"),
-        (
-            "plan HAND --memory 1MB",
-            "memory must be at least 1.23 GB, the least of all that was searched, activations left out; got 1.00 MB",
-        ),
-        (
-            "predict HAND --memory 1GB",
-            "memory must be at least 2.94 GB for width 2, codec fp32 and islands of 1, activations left out; got "
-            "1.00 GB",
-        ),
-        (
-            "predict HAND --memory 1GB --local-steps 4",
-            "memory must be left out with local_steps, of which it is not known; got 1.00 GB",
-        ),
-        ("plan HAND --optimizer-state -1", "optimizer-state must be a number of at least 0; got '-1'"),
-        (
-            "plan HAND --split fsdp2 --ranks-per-node 4",
-            "members must be 1, or more than a node has, without a link inside nodes (--inner-latency and "
-            "--inner-bandwidth, or a table [inner] in the cluster's file); got 2",
-        ),
-        (
-            "predict HAND --world-size 12 --ranks-per-node 6 --split fsdp2 --members 4",
-            "members must divide ranks_per_node, 6, or be a multiple of it; got 4",
-        ),
-        ("plan HAND --inner-latency 3us", "inner-bandwidth must be given, too, for a link inside nodes; got none"),
-        (
-            "plan HAND --inner-latency 3us --inner-bandwidth 1GB/s",
-            "inner-latency must be left out with one rank on each node (--ranks-per-node); got 3.00 us",
-        ),
-        (
-            "predict HAND --split fsdp2 --members 2 --strategy ddp",
-            "members must be 1 with strategy ddp, UNKNOWN; got 2",
-        ),
-        (
-            "predict HAND --split fsdp2 --members 2 --local-steps 4",
-            "members must be 1 with local_steps, UNKNOWN; got 2",
-        ),
-        (
-            "predict NODES --split fsdp2 --members 2 --all-reduce hierarchical",
-            "members must be 1 with all_reduce hierarchical, UNKNOWN; got 2",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), refused("islands"))
 def test_what_makes_no_sense_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     hand = HAND.replace("--world-size 16 ", "") if "--world-size" in words else HAND
     arguments = words.replace("HAND", hand).replace("NODES", NODES).split()

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from pipesgd.codecs.base import Codec
-from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer
-from pipesgd.optim.loss_scale import LossScale
-from pipesgd.reducers.base import Hooks
+from pipesgd.comm.all_reduce import AllReduce
+from pipesgd.reducers.base import Gathering
 
 
-class GatheringReducer(abc.ABC):
+class GatheringReducer(Gathering):
     """Sum of matrices of which each rank gathers what all ranks' matrices are made of, and adds it in rank order.
 
     Every rank adds the same bytes in the same order, so sums are the same bytes on all ranks. Nothing is encoded or
@@ -27,51 +23,11 @@ class GatheringReducer(abc.ABC):
         world_size: number of parts, p.
     """
 
-    eligible: ClassVar[str]
-    """Words for the layers whose weights can be exchanged like this."""
-    parts: Sequence[Any] = ()
-    """What ``hooks`` have kept of this rank's gradients in the next ``sum``, in the order of its buffer's matrices."""
-
     def __init__(self, all_gather: AllReduce, *, rank: int, world_size: int):
         self._all_gather = all_gather
         self._rank = rank
         self._world_size = world_size
         self.bytes_sent = 0
-        """Bytes that this rank has sent in the last ``sum``; they depend on all ranks' gradients."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def weights(model: nn.Module) -> list[Tensor]:
-        """Return the model's weights whose gradients can be exchanged like this.
-
-        Raises:
-            UserInputError: one of them is too large.
-        """
-
-    @staticmethod
-    def hooks(model: nn.Module, weights: Sequence[Tensor], loss_scale: LossScale | None) -> Hooks | None:
-        """Return hooks that keep what gradients of these ``weights`` are made of; None if gradients say it alone."""
-        return None
-
-    @staticmethod
-    @abc.abstractmethod
-    def pieces(gradient: Tensor, kept: Any) -> int:
-        """Return the number of pieces of a gradient, of which ``hooks`` have ``kept`` this."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def part_bytes(count: int, matrix: Tensor) -> int:
-        """Return the bytes of one rank's part of a matrix if the rank with the most has ``count`` pieces of it."""
-
-    @abc.abstractmethod
-    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
-        """Replace the matrices in ``buffer``, (rows, columns) each, by their sums over the ranks. Collective.
-
-        ``finish`` is called once with each flat tensor of the buffer.
-
-        Raises:
-            CommunicationError: a peer was lost, or silent for longer than the deadline.
-        """
 
     def _gather(self, own: Tensor) -> Tensor:
         """Return all ranks' tensors like ``own``, (numel,), in rank order: (world_size, numel)."""

@@ -71,14 +71,7 @@ class TopK(GradientCodec):
 
     def sums(self, all_gather: AllReduce, *, rank: int, world_size: int) -> TopKReducer:
         """Return the reducer that sums gradients by this ``all_gather``."""
-        return TopKReducer(
-            all_gather,
-            rank=rank,
-            world_size=world_size,
-            density=self.density,
-            density_warmup=self.density_warmup,
-            momentum=self.momentum_correction,
-        )
+        return TopKReducer(self, all_gather, rank=rank, world_size=world_size)
 
 
 class TopKReducer:
@@ -102,30 +95,18 @@ class TopKReducer:
     chooses values: this is the algorithm for one rank.
 
     Args:
+        options: densities and momentum.
         all_gather: completes a flat tensor of equal parts, of which each rank has set its own.
         rank: index of this rank's part.
         world_size: number of parts.
-        density: share of the values that are sent.
-        density_warmup: iterations until ``density`` is reached.
-        momentum: momentum of the correction, below 1; 0 for none.
     """
 
-    def __init__(
-        self,
-        all_gather: AllReduce,
-        *,
-        rank: int,
-        world_size: int,
-        density: float,
-        density_warmup: int = 0,
-        momentum: float = 0.0,
-    ):
+    def __init__(self, options: TopK, all_gather: AllReduce, *, rank: int, world_size: int):
+        self._options = options
+        self._momentum = options.momentum_correction
         self._all_gather = all_gather
         self._rank = rank
         self._world_size = world_size
-        self._density = density
-        self._density_warmup = density_warmup
-        self._momentum = momentum
         self._velocities: list[Tensor] = []  # u of the paper; none without momentum
         self._residuals: list[Tensor] = []  # v of the paper
         self._sums = Float32Places()
@@ -174,7 +155,7 @@ class TopKReducer:
 
     def _counts(self, buffer: FlatBuffer, iteration: int) -> list[int]:
         """Return the number of values of each flat tensor that are sent in ``iteration``."""
-        density = density_in(iteration, self._density, self._density_warmup)
+        density = density_in(iteration, self._options.density, self._options.density_warmup)
         return [count_of(as_real(flat).numel(), density) for flat in buffer.flats]
 
     def _message_of(self, numbers: int, device: torch.device) -> Tensor:

@@ -621,6 +621,7 @@ def _bytes_of_a_step(ranks: Ranks) -> tuple[int, int]:
     return found, 4 * biases + sum(4 + 4 * (6 + rows) * 4 for rows in (9, 5, 2))
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_step_are_those_of_its_factors_and_of_the_other_gradients() -> None:
     for found, expected in run_ranks(2, _bytes_of_a_step):
         assert found == expected
@@ -635,8 +636,8 @@ def _chained(ranks: Ranks, options: dict[str, Any], dtype: torch.dtype) -> tuple
             x = torch.randn(2 + ranks.rank, 4, 6, generator=numbers).to(dtype)
             model(x).square().mean().backward()
             pipeline.step()
-            hooks: Any = pipeline._of_exchanges["factors"]
-            assert not any(len(kept.complete) for kept in hooks._kept.values()), "freed"
+            hooks = pipeline._of_exchanges.get("factors")
+            assert hooks is None or not any(len(kept.complete) for kept in hooks._kept.values()), "freed"
         pipeline.flush()
         by_factors = set(pipeline.exchanges.values()) == {"factors"}
     weights = torch.cat([parameter.detach().double().view(-1) for parameter in model.parameters()])
@@ -712,6 +713,7 @@ def _with_codecs(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[bool, 
     return found
 
 
+@pytest.mark.slow
 def test_a_codec_encodes_all_gradients_but_those_by_factors_with_any_all_reduce() -> None:
     cases = [
         {"codec": "int4", "reduce": "matrix"},
@@ -848,6 +850,7 @@ def _with_other_products(ranks: Ranks) -> list[str]:
         return [_refusal(ranks, reduce=reduce) for reduce in ("matrix", "factors")]
 
 
+@pytest.mark.slow
 def test_ranks_must_multiply_alike() -> None:
     got = "got 1 on rank 0, 2 on rank 1: set OMP_NUM_THREADS"
     threads = f"number of torch's threads with reduce factors must be the same on all ranks; {got}"

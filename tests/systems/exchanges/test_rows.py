@@ -351,6 +351,7 @@ def _bytes_of_a_step(ranks: Ranks) -> tuple[int, int]:
     return found, 4 * others + 2 * 4 + 6 * (4 + 4 * 6)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_step_are_those_of_its_rows_and_of_the_other_gradients() -> None:
     for found, expected in run_ranks(2, _bytes_of_a_step):
         assert found == expected
@@ -375,6 +376,7 @@ def _with_codecs(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[bool, 
     return [_with_a_codec(ranks, options) for options in cases]
 
 
+@pytest.mark.slow
 def test_a_codec_encodes_all_gradients_but_those_by_rows_with_any_all_reduce() -> None:
     cases = [
         {"codec": "int4", "reduce": "matrix"},
@@ -525,6 +527,7 @@ def _of_each(ranks: Ranks, reduce: Any) -> tuple[dict[str, str], str]:
     return pipeline.exchanges, weights_sha256(model)
 
 
+@pytest.mark.slow
 def test_the_exchange_of_each_parameter_can_be_named() -> None:
     """Two ranks add two values: sums of rows and of matrices have the same bits."""
     named = {"symbols.weight": "rows", "places.weight": "matrix"}
@@ -564,6 +567,7 @@ def _of_another_kind(ranks: Ranks) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_must_exchange_embeddings_alike() -> None:
     expected = "reduce must be the same on all ranks; got 'matrix' on rank 0, 'rows' on rank 1"
     assert run_ranks(2, _of_another_kind) == [expected] * 2
