@@ -236,19 +236,25 @@ def _maker(kind: str, **others: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [(kind, call) for kind in KINDS for call in CALLS if (kind, call) != ("buckets", "flush")],  # which is refused
+)
 def test_one_rank_that_is_interrupted_anywhere_trains_as_if_it_had_not_been(kind: str, call: str) -> None:
     make = _maker(kind)
     [expected, _] = outcome(make, call, 0)  # type: ignore[misc]
-    # An interruption may make a window longer, and rounding errors others.
-    near = {"atol": 1e-5, "rtol": 1e-5} if KINDS[kind][0] is LocalSteps else {"atol": 0.0, "rtol": 0.0}
     for at in itertools.count(FIRST, STRIDE):
         found = outcome(make, call, at)
         if found is None:
             break
         for weights, of_expected in zip(found[0], expected, strict=True):
-            torch.testing.assert_close(weights, of_expected, **near)
+            _check_same(weights, of_expected, exactly=KINDS[kind][0] is Pipelined)
+
+
+def _check_same(weights: Tensor, expected: Tensor, *, exactly: bool) -> None:
+    """Check that weights are those expected: but for rounding, if an interruption may have made a window longer."""
+    near = 0.0 if exactly else 1e-5
+    torch.testing.assert_close(weights, expected, atol=near, rtol=near)
 
 
 def _both(ranks: Ranks, kind: str, call: str, options: dict[str, Any]) -> list[tuple[int, str, list[str]]]:
@@ -303,14 +309,17 @@ def test_a_close_that_is_interrupted_anywhere_ends_when_it_is_repeated(kind: str
 # ---- Loops with DistributedDataParallel
 
 
-def _attached(ranks: Ranks, options: dict[str, Any]) -> list[str]:
-    """Interrupt a step of a loop's optimizer at many places; return the hash of the weights of each training."""
+def _attached(ranks: Ranks, options: dict[str, Any]) -> list[Tensor]:
+    """Interrupt a step of a loop's optimizer at many places; return the weights of each training, the first without."""
     places = itertools.chain([0], itertools.count(FIRST, STRIDE))
-    return list(itertools.takewhile(bool, (_train_attached(options, at) for at in places)))
+    found: list[Tensor] = []
+    while (weights := _train_attached(options, next(places))) is not None:
+        found.append(weights)
+    return found
 
 
-def _train_attached(options: dict[str, Any], at: int) -> str:
-    """Return the hash of the weights after a training with an interruption; "" if a step enters fewer functions."""
+def _train_attached(options: dict[str, Any], at: int) -> Tensor | None:
+    """Return the weights after a training with an interruption; None if a step enters fewer functions."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 3), broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -334,7 +343,7 @@ def _train_attached(options: dict[str, Any], at: int) -> str:
             optimizer.step()
         elif not interrupted(optimizer.step, at):
             pipeline.close()
-            return ""
+            return None
         else:
             try:
                 step()
@@ -345,7 +354,7 @@ def _train_attached(options: dict[str, Any], at: int) -> str:
                 backward(iteration)
                 optimizer.step()
     pipeline.close()
-    return weights_sha256(model)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 @pytest.mark.slow
@@ -361,6 +370,7 @@ def _train_attached(options: dict[str, Any], at: int) -> str:
 )
 def test_a_step_of_a_loop_with_ddp_that_is_interrupted_anywhere_is_done_once(options: dict[str, Any]) -> None:
     """An interruption between the update and its note used to let a repeated step apply it again."""
-    [hashes] = run_ranks(1, _attached, options)
-    assert len(set(hashes)) == 1, hashes
-    assert len(hashes) > 2
+    [[expected, *found]] = run_ranks(1, _attached, options)
+    assert found
+    for weights in found:
+        _check_same(weights, expected, exactly="windows" not in options)
