@@ -41,7 +41,7 @@ test-processes: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier processes
 
 # Before a release: all of these, the doors with the real packages, every case of wrong input, and a hundred killed runs.
-# experiments/LOG.md has the date of the last time.
+# Enter the date in experiments/LOG.md.
 test-all: test test-systems test-processes test-integrations
 	PIPESGD_FUZZ=all $(BIN)/pytest $(WORKERS) --timeout 3600 tests/fuzzing
 	PYTHONPATH=. $(BIN)/python -m experiments.kill_anywhere

@@ -207,7 +207,7 @@ def _wide_enough() -> Iterator[None]:
             os.environ["COLUMNS"] = given
 
 
-def _shown(section: type[Any], names: Collection[str]) -> type[Any]:
+def _shown(section: Any, names: Collection[str]) -> type[Any]:
     """Return the dataclass ``section`` with the fields among ``names``, as ``--help`` shows them."""
     texts, hints = help_texts(section), types_in_words(section)
     fields = []

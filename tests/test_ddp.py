@@ -131,7 +131,7 @@ def by_pipelined(
     optimizer = make_optimizer(optimizer_name, model)
     schedule = falling(optimizer)
     kind: Any = LocalSteps if "local_steps" in options else Pipelined
-    with kind(model, optimizer, ranks=ranks, **options) as pipeline:
+    with kind(model, optimizer, ranks=ranks, **sections(**options)) as pipeline:
         for number, (inputs, targets) in enumerate(batches(ranks.rank, ranks.world_size)):
             loss = cross_entropy(model(inputs, number % 2 if branches else None), targets) / accumulate
             (loss * poisoned(ranks.rank, number, poison)).backward()
@@ -1099,12 +1099,15 @@ def _timeouts(ranks: Ranks, of_group: float, options: dict[str, float]) -> list[
     doors: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
         (attach, lambda pipeline: pipeline.pipeline.flight.connections),
         (functools.partial(attach, windows=Windows()), lambda steps: steps.pipeline.flight.connections),
-        (lambda ddp_model, _, **options: compress(ddp_model, **sections(**options)), lambda state: state._connections),
+        (
+            lambda ddp_model, _, **options: compress(ddp_model, **options),
+            lambda state: state.flight.connections,
+        ),
     ]
     found = []
     for door, connections_of in doors:
         ddp_model = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
-        state = door(ddp_model, make_optimizer("sgd", ddp_model), **options)
+        state = door(ddp_model, make_optimizer("sgd", ddp_model), **sections(**options))
         connections = connections_of(state)
         standing = connections.ranks.standing
         found.append((connections._timeout, standing.timeout, standing.longest_silence))

@@ -11,13 +11,7 @@ from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.all_reduce import MOST_PLANS, AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
 from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
-from pipesgd.comm.transport import (
-    TorchTransport,
-    Transport,
-    communication_group,
-    destroy,
-    wait_for_all,
-)
+from pipesgd.comm.transport import TorchLinks, Transport
 from pipesgd.errors import CommunicationError, OutOfStepError, UserInputError
 from pipesgd.ranks import Ranks
 from timing_model.schedules import SEGMENT_BYTES, Algorithm, Schedule, gather_ring
@@ -82,17 +76,16 @@ class Connections:
         if not is_outside:  # nor must gloo wait for an address that cannot be reached
             ranks.addresses()
         backend = None if all_reduce == "native" else "gloo"
-        self._groups = [communication_group(ranks, timeout, backend) for _ in range(connections)]
         on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host
-        self._control = self._groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
+        self._links = TorchLinks(ranks, timeout, connections, backend=backend, on_host=on_host)
         if is_outside:
             return
-        self.control = TorchTransport(self._control, timeout, before_sends=pace)
+        self.control: Transport = self._links.control(pace)
         """Transport of the headers, which counts their bytes."""
         self._headers = Headers(self.control)
         if all_reduce == "native":
             return
-        self._transport = TorchTransport(self._groups, timeout, before_waits=self._headers.check, before_sends=pace)
+        self._transport = self._links.messages(self._headers.check, pace)
         self.transport: Transport = self._transport
         if device == "cuda":
             from pipesgd.comm.pinned import PinnedTransport
@@ -144,13 +137,11 @@ class Connections:
             CommunicationError: a rank was lost, or silent for longer than the deadline.
         """
         self.check()
-        wait_for_all(self._control[0], self._timeout)
+        self._links.wait_for_all()
 
     def close(self) -> None:
-        """Destroy the process groups and with them the connections; the collectives cannot be used any more."""
-        destroy({*self._groups, *self._control})
-        self._groups.clear()  # transports and collectives share this list, so nobody holds a group any more
-        self._control.clear()
+        """End the connections; the collectives cannot be used any more."""
+        self._links.close()
 
     def all_reduce(self, codec: Codec | None = None) -> AllReduce:
         """Return the all-reduce with this codec on the wire; exact without one.
@@ -163,7 +154,7 @@ class Connections:
             from pipesgd.comm.native import NativeAllReduce
 
             return NativeAllReduce(
-                self._groups, self.ranks.rank, self.ranks.world_size, self._timeout, codec.name, self.check
+                self._links.groups, self.ranks.rank, self.ranks.world_size, self._timeout, codec.name, self.check
             )
         return self._scheduled(self._schedule, codec)
 

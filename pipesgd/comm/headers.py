@@ -10,7 +10,7 @@ from torch import Tensor
 from pipesgd.comm.transport import Pending, Transport
 from pipesgd.errors import CommunicationError, OutOfStepError
 
-CALLS = ("Pipelined", "step", "flush", "combine_buffers", "close")
+CALLS = ("Pipelined", "step", "flush", "combine_buffers", "regroup", "close")
 """Calls of a pipeline in which ranks meet, as error messages name them."""
 
 DISTINCT_ITERATIONS = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -54,6 +54,35 @@ class Transport(Protocol):
 
     def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
         """Begin to receive into ``tensor`` from ``peer``."""
+
+
+class Tagged(Transport, Protocol):
+    """A transport whose messages bear a tag, and which takes only messages with the tag that it has now."""
+
+    tag: int
+
+
+class Links(Protocol):
+    """Connections of one kind to all ranks, for one thread. Each kind of transport is one file with a class of these.
+
+    All ranks make one together. Both transports may be used at once, and their messages never meet.
+    """
+
+    def control(self, before_sends: Callable[[int], None]) -> Transport:
+        """Return the transport of headers; ``before_sends`` is called with the bytes of each message."""
+
+    def messages(self, before_waits: Callable[[], None], before_sends: Callable[[int], None]) -> Tagged:
+        """Return the transport of what headers are about; ``before_waits`` is called before each wait."""
+
+    def wait_for_all(self) -> None:
+        """Return when all ranks have called this.
+
+        Raises:
+            CommunicationError: a rank was lost, or silent for longer than the deadline.
+        """
+
+    def close(self) -> None:
+        """End the connections; the transports cannot be used any more."""
 
 
 class TorchTransport:
@@ -169,20 +198,39 @@ def communication_group(
     return group
 
 
-def wait_for_all(group: dist.ProcessGroup, timeout: float) -> None:
-    """Return when all ranks of ``group`` have called this.
+class TorchLinks:
+    """Process groups of torch.distributed between ``ranks``. All ranks of the job make one together.
 
-    Raises:
-        CommunicationError: a rank was lost, or silent for longer than ``timeout`` seconds.
+    Args:
+        ranks: the ranks.
+        timeout: seconds that a rank waits for another one in any one operation.
+        connections: groups for messages, used in turn.
+        backend: their backend; None stands for torch's choice, which may be unable to send tensors on the host.
+        on_host: whether they can send tensors on the host, as headers are; else headers have a group of their own.
     """
-    try:
-        group.barrier().wait(timedelta(seconds=timeout))
-    except RuntimeError as failure:
-        raise lost(failure, group.rank(), None, "last meeting of all ranks", timeout) from failure
 
+    def __init__(self, ranks: Ranks, timeout: float, connections: int, *, backend: str | None, on_host: bool):
+        self.groups = [communication_group(ranks, timeout, backend) for _ in range(connections)]
+        """Groups for messages, and for torch's own operations; none after ``close``."""
+        self._control = self.groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
+        self._timeout = timeout
 
-def destroy(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy these process groups. Their connections end when nobody holds one of them any more."""
-    for group in groups:
-        with contextlib.suppress(Exception):  # the default group was destroyed, and all others with it
-            dist.destroy_process_group(group)
+    def control(self, before_sends: Callable[[int], None]) -> TorchTransport:
+        return TorchTransport(self._control, self._timeout, before_sends=before_sends)
+
+    def messages(self, before_waits: Callable[[], None], before_sends: Callable[[int], None]) -> TorchTransport:
+        return TorchTransport(self.groups, self._timeout, before_waits=before_waits, before_sends=before_sends)
+
+    def wait_for_all(self) -> None:
+        group = self._control[0]
+        try:
+            group.barrier().wait(timedelta(seconds=self._timeout))
+        except RuntimeError as failure:
+            raise lost(failure, group.rank(), None, "last meeting of all ranks", self._timeout) from failure
+
+    def close(self) -> None:
+        for group in {*self.groups, *self._control}:
+            with contextlib.suppress(Exception):  # the default group was destroyed, and all others with it
+                dist.destroy_process_group(group)
+        self.groups.clear()  # transports and collectives share this list, so nobody holds a group any more
+        self._control.clear()

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import atexit
-import concurrent.futures
 import contextlib
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.checks import check_at_least, check_one_of
-from pipesgd.codecs.base import OwnCodec, mixed
+from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
-from pipesgd.comm.connections import Connections
-from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import BucketHook, check_dense_embeddings, check_model, done, gradients_of, register_comm_hook
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import FlatBuffer, all_finite, check_layouts, memory_layout, real_numel
+from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, real_numel
 from pipesgd.functions import OWN, kind
+from pipesgd.pipeline.flight import Flight
+from pipesgd.pipeline.in_flight import WHOLE, Layout, Outgoing
 from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.ranks import current
-from pipesgd.reducers.base import mean_over_ranks
-from pipesgd.reducers.dense import DenseReducer
-from pipesgd.reducers.make import compiled_codec, dense_reducer
 from pipesgd.rules import CODEC, check_rules, options_of_sections
 from pipesgd.sections import Wire, differing
 from pipesgd.strategy import Span, StepReport
@@ -77,7 +70,8 @@ def compress(
 class CompressedBuckets:
     """Sums of torch's buckets with a codec on the wire, during the backward pass. ``compress`` makes one.
 
-    As a context manager it is closed at the end of the block.
+    It is the wire half of a pipeline alone: torch's buckets leave as they come, and their means are waited for at the
+    end of the backward pass. As a context manager it is closed at the end of the block.
     """
 
     report = StepReport()
@@ -100,60 +94,39 @@ class CompressedBuckets:
             raise UserInputError(f"{name} must be left out of compress, which sums torch's buckets; got {value!r}")
         check_at_least("seed", seed, 0)
         self.iteration = 0
-        self._options = options
         self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
-        self._seed = seed
-        self._ranks = current(wire.timeout, process_group or ddp_model.process_group)
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._waiting: dict[int, Tensor] = {}
+        """Residuals of parameters, by their places, whose bucket has not been seen yet."""
+        ranks = current(wire.timeout, process_group or ddp_model.process_group)
         settings = {**plain(wire), "timeout": None, "seed": seed}  # timeouts may differ
-        check_same_settings(self._ranks, settings | plain(options), {})
-        device = self._parameters[0].device
-        self._connections = Connections(
-            wire.all_reduce,
-            self._ranks,
-            timeout=self._ranks.timeout,
-            segment_bytes=wire.segment_bytes,
-            connections=wire.connections,
-            device=device.type,
+        check_same_settings(ranks, settings | plain(options), {})
+        self.flight: Flight[None] = Flight(
+            ranks, self._layout(range(len(self._parameters))), options, wire, seed=seed, skips=options.gives_back
         )
-        self._thread = CommunicationThread(device)
-        self._stop_watching = self._ranks.watch(self._thread.fail)
-        self._reducers: dict[int, tuple[list[int], DenseReducer]] = {}
-        """Parameters of each bucket, by their ids, and its reducer."""
-        self._residuals: dict[int, Tensor] = {}
-        """Residuals of parameters, by their ids, that wait for a reducer."""
-        self._sums: list[concurrent.futures.Future[Span]] = []
-        self._finite = True
-        """False once a mean of this backward pass was not finite, on all ranks alike; unknown without residuals."""
-        self._wire_bytes = 0
         self._of_buckets: BucketHook | None = None
-        # A thread that is in torch's code when the program ends would abort it. This must not keep the model.
-        self._at_exit = functools.partial(_end_threads, self._thread, self._stop_watching, self._connections)
         try:
-            self._codec = compiled_codec(options, self._ranks, device.type)
+            self.flight.connect()
             self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
-            atexit.register(self._at_exit)
         except BaseException:
             self._end()
             raise
 
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Begin to replace a bucket's gradients by their mean; with the last bucket, wait for all of them."""
-        self._thread.check()
-        iteration, buffer = self.iteration, _Bucket(bucket)
-        self._ranks.iteration = iteration
-        reducer = self._reducer_of(bucket)
-        self._wire_bytes += reducer.wire_bytes(buffer, iteration)
-
-        def reduce() -> Span:
-            begin = time.perf_counter()
-            mean_over_ranks(reducer, buffer, iteration, self._ranks.world_size)
-            if self._options.gives_back:
-                self._finite = self._finite and all_finite(buffer)
-            return Span("communication", iteration, begin, time.perf_counter())
-
-        self._sums.append(self._thread.submit(functools.partial(self._connections.run, "step", iteration, reduce)))
+        flight, number = self.flight, bucket.index()
+        flight.thread.check()
+        flight.ranks.iteration = self.iteration
+        if number == 0:
+            flight.outgoing, flight.left = Outgoing(self.iteration, _Buckets(), []), 0
+        outgoing = flight.outgoing
+        assert outgoing is not None
+        outgoing.buffer.buckets.append(_Bucket(bucket))
+        self._lay_out(number, [self._places[id(parameter)] for parameter in bucket.parameters()])
         if bucket.is_last():
-            self._finish()
+            self._finish(outgoing, number)
+        else:
+            flight.leave(outgoing, number)
         return done(bucket.buffer())
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,11 +134,11 @@ class CompressedBuckets:
 
         torch splits its buckets again after the first iteration of a resumed run: sums may differ in their last bits.
         """
-        residuals = self._residuals | self._residuals_in_use()
+        residuals = self._waiting | self._in_use()
         return {
             "iteration": self.iteration,
             "strides": [memory_layout(parameter) for parameter in self._parameters],
-            "residuals": [residuals.get(id(p)) for p in self._parameters],
+            "residuals": [residuals.get(place) for place in range(len(self._parameters))],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,18 +148,20 @@ class CompressedBuckets:
             UserInputError: parameters were in another memory order.
         """
         check_layouts(state["strides"], self._parameters)
+        self.flight.wait_until_summed()
         self.iteration = state["iteration"]
-        self._reducers.clear()
-        loaded = zip(self._parameters, state["residuals"], strict=True)
-        self._residuals = {id(p): residual.to(p.device) for p, residual in loaded if residual is not None}
+        self._forget_from(0)
+        loaded = enumerate(state["residuals"])
+        device = self.flight.device
+        self._waiting = {place: residual.to(device) for place, residual in loaded if residual is not None}
 
     def close(self) -> None:
         """End the communication, when all ranks have called it. The model may then be attached, or compressed again."""
+        flight = self.flight
         try:
-            if not self._thread.failed:
-                meet = functools.partial(self._connections.run, "close", self.iteration, self._connections.wait_for_all)
+            if not flight.thread.failed:
                 with contextlib.suppress(UserInputError):  # closed before
-                    self._thread.submit(meet).result()
+                    flight.meet("close", self.iteration, flight.wait_for_all).result()
         finally:
             self._end()
 
@@ -202,63 +177,84 @@ class CompressedBuckets:
             self._end()
 
     def _end(self) -> None:
-        atexit.unregister(self._at_exit)
         if self._of_buckets is not None:
             self._of_buckets.release(self.take_bucket)
-        self._at_exit()
+        self.flight.drop()
+        self.flight.close(together=False)
 
-    def _finish(self) -> None:
+    def _finish(self, outgoing: Outgoing, last: int) -> None:
+        flight, ranks = self.flight, self.flight.ranks
         begin = time.perf_counter()
-        sums, self._sums = self._sums, []
-        self._ranks.enter("all-reduce", waiting=True)
-        spans = [one.result() for one in sums]
-        self._ranks.enter("compute")
+        gradient = flight.depart(outgoing, [last], None, lambda: None, None)
+        ranks.enter("all-reduce", waiting=True)
+        arrived = gradient.reduction.result()
+        flight.in_flight.clear()
+        ranks.enter("compute")
         wait = Span("wait", self.iteration, begin, time.perf_counter())
-        self.report = StepReport(applied=(self.iteration,), spans=(*spans, wait), wire_bytes=self._wire_bytes)
-        self._wire_bytes = 0
-        if not self._finite:  # a GradScaler will leave the update out, and nothing of it may come later
-            for _, reducer in self._reducers.values():
-                reducer.load_state_dict({"residuals": []})
-            self._finite = True
+        self.report = StepReport(
+            applied=(self.iteration,),
+            spans=(*arrived.spans, wait),
+            wire_bytes=flight.wire_bytes(gradient, range(last + 1)),
+            gradient_norm=arrived.norm if arrived.finite else None,
+        )
         self.iteration += 1
 
-    def _reducer_of(self, bucket: GradBucket) -> DenseReducer:
-        index, parameters = bucket.index(), bucket.parameters()
-        known, reducer = self._reducers.get(index, (None, None))
-        if reducer is not None and known == [id(parameter) for parameter in parameters]:
-            return reducer
-        if reducer is not None:  # torch has split its buckets again
-            self._residuals = self._residuals_in_use()
-            self._reducers.clear()
-        reducer = dense_reducer(self._options, self._codec, self._connections, seed=mixed(self._seed, index))
-        waiting = [self._residuals.pop(id(parameter), None) for parameter in parameters]
-        if any(residual is not None for residual in waiting):
-            zeros = [torch.zeros(real_numel(p), dtype=torch.float32, device=p.device) for p in parameters]
-            own = [zero if residual is None else residual for zero, residual in zip(zeros, waiting, strict=True)]
-            reducer.load_state_dict({"residuals": [torch.cat(own)]})
-        self._reducers[index] = [id(parameter) for parameter in parameters], reducer
-        return reducer
+    # ---- Residuals, which belong to the parameters
 
-    def _residuals_in_use(self) -> dict[int, Tensor]:
-        """Return copies of the residuals of all parameters that have one, by the parameters' ids."""
-        concurrent.futures.wait(self._sums)
+    def _layout(self, *buckets: Sequence[int]) -> Layout:
+        return Layout(self._parameters, buckets, [WHOLE] * len(buckets))
+
+    def _lay_out(self, number: int, places: Sequence[int]) -> None:
+        """Let bucket ``number`` be of the parameters at these ``places``, with the residuals that these have."""
+        flight, known = self.flight, self.flight.layout.buckets
+        if number < len(known) and list(known[number]) == places:
+            return
+        if number < len(known):  # torch has split its buckets again
+            flight.wait_until_summed()
+            self._waiting |= self._in_use()
+            self._forget_from(number)
+        flight.layout = self._layout(*known[:number], places)
+        parts = [self._waiting.pop(place, None) for place in places]
+        if any(part is not None for part in parts):
+            flight.wait_until_summed()
+            assert flight.outgoing is not None
+            [residual] = flight.reducer.state(flight.outgoing.buffer.buckets[number])
+            pairs = zip(residual.split([real_numel(self._parameters[place]) for place in places]), parts, strict=True)
+            for own, part in pairs:
+                if part is not None:
+                    own.copy_(part)
+
+    def _in_use(self) -> dict[int, Tensor]:
+        """Return copies of the residuals of all buckets, by the places of their parameters."""
+        self.flight.wait_until_summed()
         found: dict[int, Tensor] = {}
-        sizes = {id(parameter): real_numel(parameter) for parameter in self._parameters}
-        for identities, reducer in self._reducers.values():
-            for flat in reducer.state_dict()["residuals"]:
-                parts = flat.split([sizes[identity] for identity in identities])
-                found |= dict(zip(identities, parts, strict=True))
+        pairs = zip(self.flight.layout.buckets, self.flight.reducer.state_dict()["residuals"], strict=False)
+        for places, residual in pairs:
+            parts = residual.split([real_numel(self._parameters[place]) for place in places])
+            found |= dict(zip(places, parts, strict=True))
         return found
+
+    def _forget_from(self, number: int) -> None:
+        """Forget the residuals of this bucket and the later ones, and what they are of."""
+        reducer, known = self.flight.reducer, self.flight.layout.buckets
+        reducer.load_state_dict({"residuals": reducer.state_dict()["residuals"][:number]})
+        self.flight.layout = self._layout(*known[:number])
+        self._waiting = {
+            place: one for place, one in self._waiting.items() if place not in set().union(*known[:number])
+        }
+
+
+class _Buckets(BucketedBuffer):
+    """The buckets that torch has handed over in a backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__([], [])
 
 
 class _Bucket(FlatBuffer):
     """Gradients of a bucket of torch, in its own memory."""
 
     def __init__(self, bucket: GradBucket):
+        self.first = bucket.index()
         self.flats = [bucket.buffer()]
         self.views = gradients_of(bucket)
-
-
-def _end_threads(thread: CommunicationThread, stop_watching: Callable[[], None], connections: Connections) -> None:
-    stop_watching()
-    thread.close(at_the_end=connections.close)

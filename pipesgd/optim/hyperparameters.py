@@ -59,4 +59,6 @@ def _update(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> None:
 
 
 def _kept(value: Any) -> Any:
+    if type(value) in (float, int):
+        return value
     return value.clone() if isinstance(value, Tensor) else loadable(value)  # a schedule changes a tensor in place

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
-from pipesgd.errors import UserInputError, warn
+from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import (
     BucketedBuffer,
     FlatBuffer,
@@ -93,6 +93,7 @@ class Flight(Generic[Known]):
             sums then, of which copies are kept for that.
         looks: whether the communication thread looks if this rank's own gradients are finite, as nobody else can later.
         agrees: whether norms of means must be the same bits on all ranks, whatever processors they have.
+        unclosed: function that is called first if the program ends before ``close``.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Flight(Generic[Known]):
         skips: bool = False,
         looks: bool = False,
         agrees: bool = False,
+        unclosed: Callable[[], None] = lambda: None,
     ):
         self.ranks = ranks
         self.layout = layout
@@ -130,7 +132,7 @@ class Flight(Generic[Known]):
         self._pool: list[BucketedBuffer] = []
         self._flush: Future[None] | None = None
         """Meeting of the ranks for a flush that has begun and not ended."""
-        self._ends = _Ends(self.thread)
+        self._ends = _Ends(self.thread, unclosed)
 
     def connect(self) -> None:
         """Connect to the other ranks, and make what sums gradients. Collective.
@@ -141,6 +143,47 @@ class Flight(Generic[Known]):
         """
         atexit.register(self._ends.end_unclosed)
         self._ends.stop_watching = self.ranks.watch(self.thread.fail)
+        if self._members is not None:
+            self._ends.closing.append(self._members.close)
+            self._members.connect()
+        self._connect()
+
+    def regroup(self, ranks: Ranks, iteration: int, left_out: Sequence[Tensor] | None = None) -> None:
+        """Continue with other ranks, or with the same ones on connections made anew. Collective.
+
+        1. drain: all that has left is summed, and the means in flight stay there;
+        2. carry: what the codec has left out, as a mean over the ranks that it is of, is added to the next gradient;
+        3. reconnect: the connections end, and others are made under a new name.
+
+        Args:
+            ranks: the ranks from now on.
+            iteration: the iteration that the ranks are in.
+            left_out: the mean of what the codec of other ranks has left out, one for each flat tensor of a gradient;
+                by default it is that of the present ranks.
+
+        Raises:
+            UserInputError: the codec keeps what it has left out in another form.
+        """
+        self.wait_until_summed()
+        if left_out is None:
+            left_out = self.reducer.state_dict().get("residuals", [])
+            if not isinstance(left_out, list):
+                raise UserInputError(
+                    f"codec must send every value where ranks change; got {self._codec.codec}, whose residuals have "
+                    "other sizes"
+                )
+            self.average(left_out, iteration)
+        self.meet("regroup", iteration, self.connections.wait_for_all).result()
+        self._ends.closing.remove(self.connections.close)
+        self.thread.submit(self.connections.close).result()
+        if ranks is not self.ranks:
+            self._ends.stop_watching()
+            self.ranks = ranks
+            self._ends.stop_watching = ranks.watch(self.thread.fail)
+        self._connect()
+        self.carried = on_device(list(left_out), self.device)
+
+    def _connect(self) -> None:
         wire, device = self._wire, self.device.type
         self.connections = Connections(
             wire.all_reduce,
@@ -153,9 +196,6 @@ class Flight(Generic[Known]):
             buckets=len(self.layout.buckets),
         )
         self._ends.closing.append(self.connections.close)
-        if self._members is not None:
-            self._ends.closing.append(self._members.close)
-            self._members.connect()
         self.exact = self.connections.all_reduce()
         self.reducer = make_reducer(self._codec, self.connections, device=device, seed=self._seed)
         self._undo = Undo() if self._skips else None
@@ -419,11 +459,12 @@ class Flight(Generic[Known]):
 class _Ends:
     """Ends of a flight's thread, connections and watch; the interpreter's exit knows these, and no gradient."""
 
-    def __init__(self, thread: CommunicationThread):
+    def __init__(self, thread: CommunicationThread, unclosed: Callable[[], None]):
         self.stop_watching: Callable[[], None] = lambda: None
         self.closing: list[Callable[[], None]] = []
         """Functions that end connections."""
         self._thread = thread
+        self._unclosed = unclosed
 
     def end(self, *, together: bool) -> None:
         """No longer fail when another rank does, and end the thread; see ``Flight.close``."""
@@ -435,10 +476,7 @@ class _Ends:
 
     def end_unclosed(self) -> None:
         """End what is open when the program ends; a thread in a wait of gloo's would abort it."""
-        warn(
-            "a pipeline was not closed, so the gradients in flight are not applied: call close() at the end of the "
-            "training, or use the pipeline in a with statement"
-        )
+        self._unclosed()
         self.end(together=False)
 
 

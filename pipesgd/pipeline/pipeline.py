@@ -17,7 +17,7 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group, Mesh
-from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
+from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
 from pipesgd.flat_buffer import check_layouts, memory_layout
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import check_not_schedule_free, drop_gradients, set_aside_gradients
@@ -151,6 +151,7 @@ class Pipeline:
             skips=self.update.skips,
             looks=not self.update.keeps_own,
             agrees=self.update.width.wants_norms,
+            unclosed=_say_unclosed,
         )
         try:
             self._begin(init_sync=init_sync)
@@ -204,7 +205,7 @@ class Pipeline:
 
     def check_gradients(self, *, new: bool = False) -> None:
         """Refuse gradients that were computed in evaluation mode; see ``TrueWeightsHooks.check_gradients``."""
-        if self._hooks is not None:
+        if self._hooks is not None and self.weights.hidden:
             self._hooks.check_gradients(new=new)
 
     def check_none_leaves(self, call: str) -> None:
@@ -353,6 +354,13 @@ class Pipeline:
         """Give all ranks the means of ``tensors``; see ``Flight.average``."""
         return self.flight.average(tensors, self.iteration)
 
+    def regroup(self, ranks: Ranks | None = None, left_out: Sequence[Tensor] | None = None) -> None:
+        """Continue with other ranks, or on new connections to the same ones; see ``Pipelined.regroup``."""
+        self.check_usable()
+        self.check_none_leaves("regroup")
+        with self.whole("a change of ranks"):
+            self.flight.regroup(ranks or self.flight.ranks, self.iteration, left_out)
+
     def check_replicas(self) -> None:
         """Raise ``ReplicasDivergedError`` if the ranks hold different weights. Collective."""
         check_same_weights(self.model, self.cut.parameters, self.flight.ranks)
@@ -459,3 +467,10 @@ class Pipeline:
         self.flight.drop()
         self.flight.close(together=self._together)
         self.closed = True
+
+
+def _say_unclosed() -> None:
+    warn(
+        "a pipeline was not closed, so the gradients in flight are not applied: call close() at the end of the "
+        "training, or use the pipeline in a with statement"
+    )

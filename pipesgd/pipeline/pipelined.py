@@ -15,7 +15,7 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group, Mesh
-from pipesgd.flat_buffer import check_dense, make_dense, on_device, pack_gradients
+from pipesgd.flat_buffer import check_dense, make_dense, pack_gradients
 from pipesgd.optim.step import check_unchanged, trainable_identities
 from pipesgd.pipeline.buckets import BackwardHooks
 from pipesgd.pipeline.cut import Cut
@@ -240,14 +240,18 @@ class Pipelined(OnPipeline):
         sent only in ``step``, and backward passes before it add up anyway."""
         return contextlib.nullcontext() if self._leaving is None else self._leaving.held()
 
-    def add_to_next_gradient(self, left_out: Sequence[Tensor]) -> None:
-        """Add what a codec has left out of the sums of other ranks, or of an earlier pipeline, to the next gradient.
+    def regroup(self, ranks: Ranks | None = None, left_out: Sequence[Tensor] | None = None) -> None:
+        """Continue with other ranks, or on new connections to the same ones. Collective.
+
+        All sums that have begun end before, and gradients in flight stay there. What the codec has left out of sums is
+        added to the next gradient, as a mean over the ranks that it is of, so that it is lost to nobody.
 
         Args:
-            left_out: residuals of its error feedback, one for each flat tensor of the gradient; none adds nothing.
+            ranks: the ranks from now on, which must hold the same weights; by default they stay the same.
+            left_out: the mean of what the codec of other ranks, or of an earlier pipeline, has left out, one for each
+                flat tensor of the gradient; by default it is that of this pipeline's ranks.
         """
-        flight = self.pipeline.flight
-        flight.carried = on_device(list(left_out), flight.device)
+        self.pipeline.regroup(ranks, left_out)
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Continue from a ``state`` that ``check_state`` has accepted."""
@@ -289,7 +293,8 @@ class Pipelined(OnPipeline):
     def _pack(self, outgoing: Outgoing, number: int) -> None:
         """Move a bucket's gradients, divided by the loss scale, from ``.grad`` into its flat buffer."""
         begin = time.perf_counter()
-        parameters, how, loss_scale = self.buckets[number], self._cut.exchange[number], self.pipeline.update.loss_scale
+        parameters, how = self._cut.buckets[number], self._cut.exchange[number]
+        loss_scale = self.pipeline.update.loss_scale
         if how == "rows":
             make_dense(parameters)
         if loss_scale is not None:

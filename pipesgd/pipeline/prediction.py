@@ -143,7 +143,7 @@ class SwappedWeights:
         """Storage of the true weights while the parameters hold predicted ones; empty otherwise."""
         self.predicted: list[Tensor] = []
         """Storage of predicted weights; empty until the first prediction."""
-        self._hidden = False
+        self.hidden = False
         """True if the parameters hold the true weights although the predicted ones are still valid."""
         self._holds = 0
         self.exchanged: Callable[[], None] = lambda: None
@@ -159,7 +159,7 @@ class SwappedWeights:
     @property
     def are_valid(self) -> bool:
         """True if there are predicted weights, although the parameters may hold the true ones for the moment."""
-        return self.are_predicted or self._hidden
+        return self.are_predicted or self.hidden
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +177,7 @@ class SwappedWeights:
         """Let the parameters hold weights that may change in place: predicted ones, or a copy of the true ones."""
         self.notices.look()
         self.notices.end()
-        if self._hidden:
+        if self.hidden:
             self._give_predicted()
         elif not self.true:
             self.begin(_data(self._parameters))
@@ -186,7 +186,7 @@ class SwappedWeights:
         """Let the parameters hold the true weights from now on; the predicted ones are no longer valid."""
         self.show_true()
         self.notices.end()
-        self._hidden = False
+        self.hidden = False
 
     def show_true(self, *, graphs_end: bool = False) -> bool:
         """Let the parameters hold the true weights until ``return_to_predicted``; return True if they held others.
@@ -200,14 +200,14 @@ class SwappedWeights:
             self.predicted = [kept(*pair) for pair in zip(self._parameters, self.predicted, strict=True)]
         self._give(self.true)
         self.true = []
-        self._hidden = True
+        self.hidden = True
         if graphs_end:
             torch.autograd.graph.increment_version(self._parameters)
         return True
 
     def return_to_predicted(self, *, graphs_end: bool = False) -> None:
         """Let the parameters hold the predicted weights again, if these are valid and no ``held_true`` is open."""
-        if self._hidden and not self._holds:
+        if self.hidden and not self._holds:
             self._give_predicted()
             if graphs_end:
                 torch.autograd.graph.increment_version(self._parameters)
@@ -230,14 +230,14 @@ class SwappedWeights:
         self.notices.end()
         if self.true:
             self.predicted, self.true = self.true, []
-        self._hidden = False
+        self.hidden = False
 
     def _give_predicted(self) -> None:
         with torch.inference_mode(False):
             self.true = [kept(*pair) for pair in zip(self._parameters, _data(self._parameters), strict=True)]
         self._give(self.predicted)
         self.predicted = _data(self._parameters)  # of a DTensor, which has a copy, so that no other one is held
-        self._hidden = False
+        self.hidden = False
 
     def _give(self, storage: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(self._parameters, storage, strict=True):

@@ -102,7 +102,7 @@ class TrueWeightsHooks:
         Raises:
             UserInputError: they were computed so.
         """
-        if not (self._evaluated and self._weights.are_valid and not self._weights.are_predicted):
+        if not (self._evaluated and self._weights.hidden):
             return
         if new or (self._has_gradients() and not self._had_gradients):
             raise UserInputError(

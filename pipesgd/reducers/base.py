@@ -157,8 +157,8 @@ class Undo:
 
     def keep(self, number: int, state: list[Tensor]) -> None:
         """Copy the ``state`` that the sum of bucket ``number`` is about to change: the same tensors for each gradient,
-        or others of their sizes."""
-        if number not in self._copies:
+        or others."""
+        if number not in self._copies or [one.shape for one in self._copies[number]] != [one.shape for one in state]:
             self._copies[number] = [torch.empty_like(tensor) for tensor in state]
         _copy_all(self._copies[number], state)
         self._kept[number] = state

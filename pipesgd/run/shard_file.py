@@ -86,7 +86,7 @@ class ShardFile:
         self.pipeline.load_state_dict(found["pipeline"])
         if found["mesh"] != self._mesh:
             self.pipeline.flush()
-            self.pipeline.add_to_next_gradient(found["left out"])
+            self.pipeline.regroup(left_out=found["left out"])
 
     @property
     def _numbers(self) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from _ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.errors import UserInputError
@@ -27,7 +27,7 @@ def _residual_in_the_next_gradient(ranks: Ranks, codec: str) -> tuple[list[float
             former.step()
         [residual] = former.state_dict()["reducer"]["residuals"]
     with Pipelined(model, optimizer, width=1, codec=codec, ranks=ranks) as pipeline:
-        pipeline.add_to_next_gradient([residual])
+        pipeline.regroup(left_out=[residual])
         before = model.weight.detach().clone()
         model(inputs[3]).square().mean().backward()
         assert model.weight.grad is not None
@@ -50,7 +50,7 @@ def test_what_is_carried_is_added_once_also_by_one_rank() -> None:
     model = nn.Linear(1, 1)
     start = [parameter.item() for parameter in model.parameters()]
     with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=1) as pipeline:
-        pipeline.add_to_next_gradient([torch.tensor([2.0, 4.0])])
+        pipeline.regroup(left_out=[torch.tensor([2.0, 4.0])])
         with pytest.raises(UserInputError, match="state_dict must follow the step that adds"):
             pipeline.state_dict()
         for _ in range(2):
@@ -58,3 +58,32 @@ def test_what_is_carried_is_added_once_also_by_one_rank() -> None:
             pipeline.step()
     moved = [before - after.item() for before, after in zip(start, model.parameters(), strict=True)]
     assert moved == pytest.approx([2.0, 4.0])
+
+
+def _regrouped(ranks: Ranks, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Change the connections before an iteration; return the sums of gradients and of updates, and the residual."""
+    torch.manual_seed(0)
+    model = nn.Linear(70, 3, bias=False)
+    torch.manual_seed(ranks.rank)
+    start, gradients = model.weight.detach().clone(), torch.zeros(3, 70)
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=width, codec="int4", ranks=ranks) as one:
+        for iteration, batch in enumerate(torch.randn(6, 4, 70)):
+            if iteration in (3, 5):
+                one.regroup()
+            model(batch).sum().backward()  # whose gradient depends on no weight
+            assert model.weight.grad is not None
+            gradients += model.weight.grad
+            one.step()
+        one.flush()
+        [residual] = one.state_dict()["reducer"]["residuals"]
+    return gradients, start - model.weight.detach(), residual.view(3, 70)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_nothing_is_lost_where_ranks_connect_anew(width: int) -> None:
+    """Updates, and the mean of what is still left out, are together the mean of the ranks' gradients."""
+    found = run_ranks(2, _regrouped, width)
+    gradients, updates, residuals = (torch.stack(one) for one in zip(*found, strict=True))
+    assert torch.equal(updates[0], updates[1])
+    assert residuals.abs().max() > 1e-3
+    torch.testing.assert_close(updates[0] + residuals.mean(0), gradients.mean(0), atol=1e-4, rtol=1e-5)

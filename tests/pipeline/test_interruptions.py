@@ -33,8 +33,8 @@ from pipesgd.replicas import weights_sha256
 SOURCES = pipesgd.__file__.removesuffix("__init__.py")
 ITERATIONS, AT = 6, 3
 """Number of iterations, and the one in which, or before which, a call is interrupted."""
-FIRST, STRIDE = int(os.environ.get("PIPESGD_INTERRUPT", 1)), 13
-"""First function at which a call is interrupted, and the distance to the next ones: PIPESGD_INTERRUPT from 1 to 13
+FIRST, STRIDE = int(os.environ.get("PIPESGD_INTERRUPT", 1)), 29
+"""First function at which a call is interrupted, and the distance to the next ones: PIPESGD_INTERRUPT from 1 to 29
 tries all of them."""
 
 
@@ -252,7 +252,7 @@ def test_one_rank_that_is_interrupted_anywhere_trains_as_if_it_had_not_been(kind
 def _both(ranks: Ranks, kind: str, call: str, options: dict[str, Any]) -> list[tuple[int, str, list[str]]]:
     """Interrupt two ranks at the same places; return the hash of the weights of each training."""
     make, found = _maker(kind, **options), []
-    for at in itertools.chain([0], itertools.count(FIRST, 3 * STRIDE)):
+    for at in itertools.chain([0], itertools.count(FIRST, 2 * STRIDE)):
         one = outcome(make, call, at, ranks)
         if any(ranks.all_gather_object("end", one is None)):
             return found

@@ -406,7 +406,7 @@ def test_awagd_at_k_times_the_learning_rate_is_subgd() -> None:
 
 def _train_synchronously(ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     results = []
-    for kind, options in ((LocalSteps, {"windows": Windows(local_steps=1)}), (Pipelined, {})):
+    for kind, options in ((LocalSteps, {"windows": Windows()}), (Pipelined, {})):
         model, batches = small_problem(3, [4, 5, 2], 30, ranks.world_size)
         model.float()
         with kind(model, _sgd(model.parameters()), width=1, ranks=ranks, **options) as strategy:

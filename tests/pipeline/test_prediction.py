@@ -189,7 +189,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 @settings(max_examples=2)  # hypothesis begins with the simplest of all
 @given(cases=st.lists(CASES, min_size=16, max_size=16))
 def test_every_prediction_is_what_copies_of_model_and_optimizer_come_to(world_size: int, cases: list[Case]) -> None:
