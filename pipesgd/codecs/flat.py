@@ -80,12 +80,8 @@ class CompressionConfig:
 class _Unmade(CodecOptions):
     """Name and error feedback of a codec of the user's own that is not imported yet."""
 
-    function: str
+    name: str
     error_feedback: bool
-
-    @property
-    def codec(self) -> str:
-        return self.function
 
     @property
     def gives_back(self) -> bool:

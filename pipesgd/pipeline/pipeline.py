@@ -132,7 +132,7 @@ class Pipeline:
             "init_sync": init_sync,
             "device": device.type,
             "mesh": plain(() if self.island is None else self.island.shape),
-            **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
+            **plain(options.settings()),
         }
         between = self.island.between if self.island else process_group
         own = given_ranks(ranks, between, DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout)

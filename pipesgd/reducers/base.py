@@ -58,7 +58,7 @@ class Reducer(Sum, Protocol):
         """Continue from a ``state_dict`` of this rank that ``check_state`` accepts."""
 
 
-class GradientCodec(CodecOptions):
+class GradientCodec(CodecOptions, ABC):
     """A codec that compresses a gradient as a whole, in a reducer of its own."""
 
     @abstractmethod
