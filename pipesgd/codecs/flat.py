@@ -78,7 +78,7 @@ class CompressionConfig:
 
 @dataclass(frozen=True)
 class _Unmade(CodecOptions):
-    """What is known of a codec of the user's own before it is imported."""
+    """Name and error feedback of a codec of the user's own that is not imported yet."""
 
     function: str
     error_feedback: bool

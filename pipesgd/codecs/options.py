@@ -218,17 +218,6 @@ class Int4(Blocks):
 _HERE: dict[str, type[CodecOptions]] = {one.name: one for one in (Fp32, Bf16, Fp16, Int8, Int4)}
 
 
-def codec_class(name: str) -> type[CodecOptions]:
-    """Return the class of the built-in codec with this name.
-
-    Raises:
-        UserInputError: there is no such codec.
-    """
-    check_one_of("codec", name, CODECS)
-    found: type[CodecOptions] = _HERE[name] if name in _HERE else guest(name)
-    return found
-
-
 def codec_named(name: str, **options: Any) -> CodecOptions:
     """Return the built-in codec with this name and these options.
 
@@ -238,4 +227,6 @@ def codec_named(name: str, **options: Any) -> CodecOptions:
     >>> codec_named("int8", rounding="stochastic").describe()
     'int8 in blocks of 1024 rounded stochastically'
     """
-    return codec_class(name)(**options)
+    check_one_of("codec", name, CODECS)
+    kind: type[CodecOptions] = _HERE[name] if name in _HERE else guest(name)
+    return kind(**options)

@@ -409,10 +409,12 @@ class AttachedPipeline(OnPipeline):
         """End the update that the loop's optimizer has done."""
         if self._stepping_itself:
             return
+        assert self._due is not None
         self._update.close()
+        applied = self._due.applied
+        self.report, self._due = self._due, None  # before the next line: no interruption may let it be applied twice
         self.pipeline.half_done = None
-        applied = self._due is not None and self._due.applied
-        self._finish_iteration()
+        self._predict()
         update = self.pipeline.update
         if applied and update.width.most > 1:  # a flush, and the copy of the optimizer that predicts, reuse memory
             update.check_copies([p.grad for p in self._parameters if p.grad is not None])
@@ -420,10 +422,18 @@ class AttachedPipeline(OnPipeline):
     def _finish_iteration(self) -> None:
         assert self._due is not None
         self.report, self._due = self._due, None
-        begin = time.perf_counter()
-        self.pipeline.weights.restore()
-        with set_aside_gradients(self._optimizer):
-            self.pipeline.predict()
+        self._predict()
+
+    def _predict(self) -> None:
+        begin, weights = time.perf_counter(), self.pipeline.weights
+        try:
+            weights.restore()
+            with set_aside_gradients(self._optimizer):
+                self.pipeline.predict()
+        except BaseException:
+            weights.notices.end()  # an interruption may have left the weights half exchanged
+            weights.restore()
+            raise
         predict = Span("predict", self.iteration - 1, begin, time.perf_counter())
         self.report = dataclasses.replace(self.report, spans=(*self.report.spans, predict))
 

@@ -173,7 +173,7 @@ class AttachedLocalSteps(OnPipeline):
             finite = are_finite(p.grad for p in pipeline.cut.parameters if p.grad is not None)
             if not (finite or self._skips):
                 raise NonFiniteGradientError(self.iteration, own=True)
-            self._update.enter_context(pipeline.whole(f"the local step of iteration {self.iteration}"))
+            pipeline.half_done = f"the local step of iteration {self.iteration}"
             self._steps.window.work()
             self._skipped = not finite
             if self._skipped:
@@ -185,21 +185,23 @@ class AttachedLocalSteps(OnPipeline):
         self._finish_iteration(skipped=self._skipped)
 
     def _finish_iteration(self, *, skipped: bool) -> None:
-        self._computed = False
         pipeline, window, ranks = self.pipeline, self._steps.window, self.pipeline.flight.ranks
         culprit = ranks.number(ranks.rank)
         own = StepReport(skipped=(self.iteration,), nonfinite_ranks=(culprit,)) if skipped else StepReport()
         with pipeline.noting(), set_aside_gradients(self._optimizer):
-            pipeline.check_usable()
-            with pipeline.whole(f"the end of iteration {self.iteration}"):
+            # From the local step to its end, so that no interruption lets it be done twice.
+            with pipeline.whole(pipeline.half_done or f"the end of iteration {self.iteration}"):
+                pipeline.flight.thread.check()
                 window.work()
                 window.worked()
                 pipeline.iteration += 1
+                self._computed = False
             self.report = self._steps.finish(own)
 
     def before_scaler_update(self) -> None:
         """End an iteration whose step the loop's GradScaler has left out."""
         if self._computed:
+            self.pipeline.check_usable()
             self._finish_iteration(skipped=True)
 
     def _settle(self, call: str) -> None:

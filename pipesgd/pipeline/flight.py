@@ -35,7 +35,7 @@ from pipesgd.flat_buffer import (
 )
 from pipesgd.pipeline.in_flight import WHOLE, InFlight, Known, Layout, Outgoing, Reduction
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.base import Undo, as_real, mean_over_ranks
+from pipesgd.reducers.base import Undo, as_real
 from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
 from pipesgd.replicas import SumOverRanks, nonfinite_ranks, sum_buffer
 from pipesgd.sections import Wire
@@ -266,7 +266,7 @@ class Flight(Generic[Known]):
         """Add what earlier sums have left out, if anything is carried."""
         bucket, world_size = outgoing.buffer.buckets[number], self.ranks.world_size
         for flat, carried in zip(bucket.flats, self.carried[bucket.first :], strict=False):
-            # ``mean_over_ranks`` divides float16 gradients before it sums them: these are what shares of a mean lost.
+            # float16 gradients are divided before they are summed: these are what shares of a mean lost.
             as_real(flat).add_(carried, alpha=world_size if flat.dtype == torch.float16 else 1)
 
     # ---- 3. On the communication thread
@@ -302,21 +302,24 @@ class Flight(Generic[Known]):
         return Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
 
     def _reduce(self, outgoing: Outgoing, number: int) -> None:
-        bucket = outgoing.buffer.buckets[number]
+        bucket, world_size = outgoing.buffer.buckets[number], self.ranks.world_size
         if self._looks:
             outgoing.own_finite.append(all_finite(bucket))
 
-        def look(part: Tensor) -> None:
+        def finish(part: Tensor) -> None:
+            take_mean(part, world_size)
             outgoing.norms.append(finite_norm(part))
 
         gathering = self._gathering.get(self.layout.exchange[number])
+        take_shares(bucket.flats, world_size)
         if gathering is not None:
             gathering.parts, outgoing.parts = outgoing.parts, ()  # which the gradient in flight would keep
-        elif self._undo is not None:
-            self._undo.keep(number, self.reducer.state(bucket))
-        mean_over_ranks(gathering or self.reducer, bucket, outgoing.iteration, self.ranks.world_size, look)
-        if gathering is not None:
+            gathering.sum(bucket, outgoing.iteration, finish)
             outgoing.gathered_bytes += gathering.bytes_sent
+            return
+        if self._undo is not None:
+            self._undo.keep(number, self.reducer.state(bucket))
+        self.reducer.sum(bucket, outgoing.iteration, finish)
 
     def _agreed_norm(self, buffer: BucketedBuffer) -> float:
         """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""

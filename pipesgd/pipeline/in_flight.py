@@ -71,7 +71,7 @@ class Outgoing:
     norms: list[float | None] = field(default_factory=list)
     """Norms of the parts of the mean; None for those that are not finite."""
     parts: Sequence[Any] = ()
-    """What hooks have kept of the gradients of the bucket that is gathered."""
+    """Parts that hooks have kept of the gradients of the bucket that is gathered."""
     gathered_bytes: int = 0
     """Bytes that this rank has sent to gather what gradients are made of."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.comm.connections import Connections
-from pipesgd.flat_buffer import FlatBuffer, check_sizes, sizes_of_flats, take_mean, take_shares
+from pipesgd.flat_buffer import FlatBuffer, check_sizes, sizes_of_flats
 from pipesgd.optim.loss_scale import LossScale
 
 
@@ -88,7 +88,7 @@ class Gathering(ABC):
     eligible: ClassVar[str]
     """Words for the layers whose weights can be exchanged like this."""
     parts: Sequence[Any] = ()
-    """What ``hooks`` have kept of this rank's gradients in the next ``sum``, in the order of its buffer's matrices."""
+    """Parts that ``hooks`` have kept of this rank's gradients in the next ``sum``, in the order of its matrices."""
     bytes_sent: int
     """Bytes that this rank has sent in the last ``sum``; they depend on all ranks' gradients."""
 
@@ -122,19 +122,6 @@ class Gathering(ABC):
     @abstractmethod
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
         """Replace the matrices in ``buffer``, (rows, columns) each, by their sums over the ranks; see ``Sum``."""
-
-
-def mean_over_ranks(
-    reducer: Sum, buffer: FlatBuffer, iteration: int, world_size: int, look: Callable[[Tensor], None] = no_op
-) -> None:
-    """Replace the gradients in ``buffer`` by their mean over the ranks; ``look`` sees each part of it. Collective."""
-
-    def finish(part: Tensor) -> None:
-        take_mean(part, world_size)
-        look(part)
-
-    take_shares(buffer.flats, world_size)
-    reducer.sum(buffer, iteration, finish)
 
 
 def check_kept(kept: Sequence[Tensor], buckets: Sequence[Sequence[Tensor]]) -> None:
