@@ -87,7 +87,7 @@ class InFlight(Generic[Known]):
     iteration: int
     buffer: BucketedBuffer
     known: Known
-    """What the other half of the pipeline knows of it."""
+    """Knowledge of the other half of the pipeline about it, unread here."""
     own_is_finite: Callable[[], bool]
     """Function that returns True if this rank's own gradient is finite; called only if the mean is not."""
     reduction: Future[Reduction]

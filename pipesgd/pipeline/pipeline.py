@@ -195,7 +195,7 @@ class Pipeline:
     # ---- Errors and interruptions
 
     def check_usable(self) -> None:
-        """Raise what keeps this rank from going on: its end, another rank's failure, or what is done by half."""
+        """Raise what keeps this rank from another step: its end, another rank's failure, or what is done by half."""
         self.flight.thread.check()
         if self.half_done is not None:
             raise RunError(
