@@ -124,6 +124,7 @@ class Pipeline:
             "width": width,
             **plain(updates),
             **plain(wire),
+            "all_reduce": wire.all_reduce_name,
             "timeout": None,  # may differ
             "scaler": plain(scaler.state_dict() if scaler is not None else {}),
             "buckets": cut.into,
