@@ -47,7 +47,7 @@ FOREIGN = ("importlib.metadata", "os", "socket", "threading", "time", "torch", "
 
 @dataclass(frozen=True)
 class Case:
-    """What a process is to do as one rank."""
+    """The job of a process as one rank."""
 
     rank: int
     world_size: int
