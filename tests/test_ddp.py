@@ -885,8 +885,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "got True",
             "clipping of local steps": "clip_norm must be left out, since the loop clips its gradients itself; got 1.0",
             "on_nonfinite of local steps": "on-nonfinite must be stop or skip; got 'skp' (did you mean skip?)",
-            "buckets of local steps": "buckets must be left out with local steps, since a movement is complete only when "
-            "its window ends; got 2",
+            "buckets of local steps": "buckets must be left out with local steps, since a movement is complete only "
+            "when its window ends; got 2",
             "buckets": "buckets must be left out, since a loop with DistributedDataParallel has its own buckets; got 2",
             "reduce": "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole "
             "gradients; got rows",
@@ -1139,8 +1139,8 @@ def _differ(ranks: Ranks) -> str:
 
 def test_codecs_that_differ_between_ranks_are_named() -> None:
     assert set(run_ranks(2, _differ)) == {
-        "codec must be the same on all ranks; got 'int4' on rank 0, 'int8' on rank 1; codec's block must be the same on "
-        "all ranks; got 256 on rank 0, 1024 on rank 1"
+        "codec must be the same on all ranks; got 'int4' on rank 0, 'int8' on rank 1; codec's block must be the same "
+        "on all ranks; got 256 on rank 0, 1024 on rank 1"
     }
 
 
