@@ -22,18 +22,6 @@ from experiments.limits import Cluster, ring_limit, wire_seconds
 from experiments.results import Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import trained
-from experiments.timelines import (
-    ALL_REDUCE,
-    COLOURS,
-    COMPUTATION,
-    GRADIENT,
-    UPDATE,
-    WEIGHTS,
-    Span,
-    pipelined,
-    plot_timeline,
-    with_server,
-)
 from experiments.traces import Traced, breakdown, read_trace
 from experiments.workloads import WORKLOADS
 from pipesgd.cli import parse as parse_training
@@ -41,6 +29,8 @@ from pipesgd.data import make_workload
 from pipesgd.ranks import Ranks
 from pipesgd.run.output import TRACE_FILE
 from timing_model.params import ComputeTimes
+from timing_model.plots import COLOURS, plot_timeline
+from timing_model.trace import ALL_REDUCE, COMPUTATION, GRADIENT, UPDATE, WEIGHTS, Span, timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,12 +39,11 @@ NAME = "fig01_schedules"
 CLUSTER, QUICK_CLUSTER = Cluster(nodes=4, link=Link(rate=200e6)), Cluster(nodes=2, link=Link(rate=200e6))
 WORKLOAD, QUICK_WORKLOAD = "mlp", "digits"
 SCHEDULES = {
-    "parameter server": (None, "--strategy ps-sync", GRADIENT),
-    "synchronous (D-Sync)": (1, "--width 1", ALL_REDUCE),
-    "pipelined (width 2)": (2, "--width 2", ALL_REDUCE),
+    "parameter server": ("parameter-server", "--strategy ps-sync", GRADIENT),
+    "synchronous (D-Sync)": ("synchronous", "--width 1", ALL_REDUCE),
+    "pipelined (width 2)": ("pipelined", "--width 2", ALL_REDUCE),
 }
-"""Schedules, each with its width, None without a pipeline, its arguments of pipesgd.train, and its communication's
-name."""
+"""Schedules, each with its name in the timing model, its arguments of pipesgd.train, and its communication's name."""
 ITERATIONS, FIRST = 16, 6
 """Iterations of a run, and the first one shown, by which the pipeline is full and memory has been touched."""
 SHOWN = 2.0
@@ -86,16 +75,13 @@ def tabulate(traces: dict[str, list[Traced]], cluster: Cluster, nbytes: int) -> 
     parts = {name: breakdown(trace, range(FIRST, ITERATIONS - 1)) for name, trace in traces.items()}
     end = SHOWN * parts[next(iter(SCHEDULES))]["iteration"]
     rows = []
-    for name, (width, _, _) in SCHEDULES.items():
+    for name, (strategy, _, _) in SCHEDULES.items():
         own = parts[name]
         times = ComputeTimes(update=own["update"], forward=own["forward"], backward=own["backward"])
+        servers = strategy == "parameter-server"
+        t_comm = wire_seconds(nbytes, cluster.link.rate) if servers else ring_limit(cluster, nbytes)
         last = FIRST + round(end / own["iteration"]) + 3
-        if width is None:
-            one_way = wire_seconds(nbytes, cluster.link.rate)
-            spans = with_server(times, one_way, world_size=cluster.nodes, iterations=last)
-        else:
-            t_comm = ring_limit(cluster, nbytes)
-            spans = pipelined(times, t_comm, world_size=cluster.nodes, iterations=last, width=width)
+        spans = timeline(strategy, times, t_comm, world_size=cluster.nodes, iterations=last)
         rows += _window(f"{name}, {SIMULATED}", spans, end)
     for name, (_, _, exchange) in SCHEDULES.items():
         rows += _window(f"{name}, {MEASURED}", as_timeline(traces[name], exchange), end)
@@ -150,6 +136,10 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
     spans = [Span(*(row[name] for name in ("who", "what", "iteration", "start", "end"))) for row in rows]
     plot_timeline(spans, axes, title=rows[0]["panel"], end=rows[0]["shown_s"])
+    own = axes.get_legend()
+    assert own is not None
+    own.remove()
+    axes.grid(visible=False)
     labels = {COMPUTATION: COMPUTATION, UPDATE: UPDATE, ALL_REDUCE: "all-reduce, or gradient", WEIGHTS: WEIGHTS}
     handles = [Patch(color=COLOURS[what], label=label) for what, label in labels.items()]
     figures.legend_below(axes, ncols=len(handles), handles=handles)

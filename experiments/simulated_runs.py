@@ -84,11 +84,12 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     Raises:
         UserInputError: an option is wrong, or one that simulated ranks do not follow.
     """
-    begin, commit = time.perf_counter(), code_state()
+    begin = time.perf_counter()
     arguments, compared = compared_prediction(shlex.split(words))
     arguments, late = late_layers(arguments)
     config = parse_training(arguments)
     check_simulated(config, late)
+    commit = code_state()
     iterations = config.optimization.iterations
     assert iterations is not None  # checked
     torch.manual_seed(config.optimization.seed)

@@ -173,8 +173,8 @@ PLANNING: tuple[Rule, ...] = (
     (lambda o: "fragments" in o.auto and o.width == 1,
      "width must be at least 2 with --fragments auto, as width 1 hides no exchange; got 1"),
 )  # fmt: skip
-"""What the timing model does not cover. ``planned`` names the first option that asks for it; ``searched`` has those of
-``auto`` but fragments; ``asked_outer`` is None where the outer optimizer is by default."""
+"""Options that the timing model does not cover. ``planned`` names the first option that asks for it; ``searched`` has
+those of ``auto`` but fragments; ``asked_outer`` is None where the outer optimizer is by default."""
 
 _OF_THE_LOOP = ", since a loop with DistributedDataParallel has its own "
 IN_DDP: tuple[Rule, ...] = (

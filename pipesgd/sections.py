@@ -52,7 +52,7 @@ CENTRE_RATE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How gradients travel between the ranks.
+    """The way of gradients between the ranks.
 
     Raises:
         UserInputError: a value is out of range, or native, torch's own all-reduce, is given what it cannot do.
@@ -145,7 +145,7 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """How gradients that arrive are applied, and those in flight are predicted.
+    """The update by gradients that arrive, and the prediction from those in flight.
 
     Raises:
         UserInputError: a value is out of range.

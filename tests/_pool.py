@@ -47,7 +47,7 @@ FOREIGN = ("importlib.metadata", "os", "socket", "threading", "time", "torch", "
 
 @dataclass(frozen=True)
 class Case:
-    """What a process is to do as one rank."""
+    """The job of a process as one rank."""
 
     rank: int
     world_size: int
@@ -81,6 +81,13 @@ class Process:
         self._process.start()
         there.close()
 
+    def can_go_on(self) -> bool:
+        """Let it put back what its case has changed, now that all peers have answered; return False if it ends."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
+            self.pipe.send_bytes(b"all have answered")
+            return self.pipe.poll(PUT_BACK_SECONDS) and self.pipe.recv_bytes() == b"as before"
+        return False
+
     def end(self) -> None:
         self._process.kill()
         self._process.join()
@@ -88,17 +95,7 @@ class Process:
 
 
 waiting: list[Process] = []
-"""Processes that have done a case and can do another one, if they say so."""
-
-
-def a_process() -> Process:
-    while waiting:
-        one = waiting.pop()
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            if one.pipe.poll(PUT_BACK_SECONDS) and one.pipe.recv_bytes():
-                return one
-        one.end()
-    return Process()
+"""Processes that have done a case and can do another one."""
 
 
 @atexit.register
@@ -146,7 +143,7 @@ _spaces: dict[str, list[Mapping[str, object]]] = {}
 
 
 def held() -> Callable[[], bool]:
-    """Return what tells whether those names still have the values that they have now, and signals their handlers."""
+    """Return what tells whether names, handlers of signals, threads and open files are as they are now."""
     for name in sys.modules.keys() - _spaces.keys():
         module = sys.modules[name]
         ours = str(getattr(module, "__dict__", {}).get("__file__", "")).startswith(_OURS)
@@ -155,12 +152,11 @@ def held() -> Callable[[], bool]:
             kinds = (one for one in list(vars(module).values()) if isinstance(one, type) and one.__module__ == name)
             _spaces[name] += [vars(kind) for kind in kinds]
     names = [(space, dict(space)) for spaces in _spaces.values() for space in spaces]
-    handlers, threads = _handlers(), threading.active_count()
+    others = _handlers(), threading.active_count(), _open_files()
 
     def are_held() -> bool:
-        if (handlers, threads) != (_handlers(), threading.active_count()):
-            return False
-        return all(before.items() <= space.items() for space, before in names)
+        same = (_handlers(), threading.active_count(), _open_files()) == others
+        return same and all(before.items() <= space.items() for space, before in names)
 
     return are_held
 
@@ -177,6 +173,11 @@ def _forget() -> None:
 
 def _handlers() -> list[object]:
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)]
+
+
+def _open_files() -> int:
+    """Return their number: a run that fails holds the lock of its folder until its process ends."""
+    return len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
 
 
 def _put_back() -> Callable[[], None]:

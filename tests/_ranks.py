@@ -5,7 +5,6 @@ A rank that does not come back in time prints the stacks of all its threads, and
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import pickle
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from _pool import FORKS, Case, Process, a_process, waiting
+from _pool import FORKS, Case, Process, waiting
 from conftest import REPOSITORY
 
 from experiments.forked_ranks import rank_environment
@@ -58,22 +57,20 @@ def run_ranks(
         RankFailed: a rank raised (with its traceback), died, hung, or left a thread behind.
     """
     with tempfile.TemporaryDirectory() as folder:
-        used = [Process() if fresh else a_process() for _ in range(world_size)]
+        used = [waiting.pop() if waiting and not fresh else Process() for _ in range(world_size)]
         for rank, one in enumerate(used):
             case = Case(rank, world_size, folder, timeout, deadline, process_group, fresh, function, args)
             one.pipe.send_bytes(pickle.dumps(case))
         end = time.monotonic() + deadline + 5.0  # gives a hanging rank time to dump its own stacks first
         answers = [_answer(one.pipe, end) for one in used]
         problems = [f"rank {rank} {kind}: {text}" for rank, (kind, text) in enumerate(answers) if kind != "returned"]
-        for one in used:
-            if fresh or problems:
-                one.end()
+        for one in reversed(used):
+            if not fresh and not problems and one.can_go_on():
+                waiting.append(one)
             else:
-                with contextlib.suppress(BrokenPipeError):  # it has ended nevertheless, as the next case will notice
-                    one.pipe.send_bytes(b"all have answered")
+                one.end()
         if problems:
             raise RankFailed("\n".join(problems))
-        waiting.extend([] if fresh else reversed(used))
         return [value for _, value in answers]
 
 

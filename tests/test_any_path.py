@@ -108,10 +108,10 @@ def test_a_calibration_is_written_read_and_drawn_wherever_its_file_is(tmp_path: 
     ]
     code, _, err = run(tmp_path, *measured, start=torchrun(2, "-m", "pipesgd.calibrate"), **WITHOUT_UTF8)
     assert code == 0, err
-    asked = ["--model", "mlp", "--world-size", "2", "--extrapolate", "--cluster", file]
+    asked = ["--model", "mlp", "--world-size", "2", "--extrapolate", "--cluster", file, "--plot", folder + b"/2.png"]
     code, _, err = run(tmp_path, *asked, start=[sys.executable, "-m", "timing_model", "plan"], **WITHOUT_UTF8)
     assert (code, err) == (0, b"")
-    assert sorted(os.listdir(folder)) == [b"1.png", b"cluster.toml"]  # noqa: PTH208 (bytes)
+    assert sorted(os.listdir(folder)) == [b"1.png", b"2.png", b"cluster.toml"]  # noqa: PTH208 (bytes)
 
 
 TEXT = 'widths = [1, 2]\nname = "été"\n'

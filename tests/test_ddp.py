@@ -239,28 +239,6 @@ def test_the_loop_of_a_ddp_program_trains_as_pipelined_does_bit_for_bit(
         assert same(found, answers[0][1]), "replicas"
 
 
-def _with_and_without_length(ranks: Ranks, options: dict[str, Any]) -> tuple[Weights, Weights]:
-    ddp = {"broadcast_buffers": False}
-    return by_attached(ranks, local_steps=1, **options), by_attached(ranks, ddp=ddp, **options)
-
-
-@pytest.mark.parametrize("options", [{"fragments": 4}, {"outer": "elastic"}, {"outer_lr": 0.5}])
-def test_an_option_of_windows_alone_means_windows_of_one_iteration(options: dict[str, Any]) -> None:
-    """Such an option used to be a TypeError of ``Pipelined``."""
-    for expected, found in run_ranks(2, _with_and_without_length, options):
-        assert same(expected, found)
-
-
-def _with_defaults_of_windows(ranks: Ranks) -> tuple[Weights, Weights]:
-    defaults = {"local_steps": None, "outer": None, "outer_lr": None, "fragments": 1, "average_state": False}
-    return by_attached(ranks), by_attached(ranks, **defaults)
-
-
-def test_options_of_windows_at_their_defaults_mean_none() -> None:
-    for expected, found in run_ranks(2, _with_defaults_of_windows):
-        assert same(expected, found)
-
-
 def _with_a_scaler(ranks: Ranks, poison: int | None, options: dict[str, Any]) -> tuple[Weights, Weights]:
     expected = by_pipelined(ranks, poison=poison, on_nonfinite="skip", **options)
     # The scale grows in every second iteration, so gradients arrive that were computed at another one.
@@ -830,8 +808,6 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["guard of local steps"] = refusal(lambda: start(alone, local_steps=2, guard=True))
     found["clipping of local steps"] = refusal(lambda: start(alone, local_steps=2, clip_norm=1.0))
     found["on_nonfinite of local steps"] = refusal(lambda: start(alone, local_steps=2, on_nonfinite="skp"))
-    found["mesh of local steps"] = refusal(lambda: start(alone, local_steps=2, mesh="a mesh"))
-    found["mesh"] = refusal(lambda: start(alone, mesh="a mesh"))
     found["buckets of local steps"] = refusal(lambda: start(alone, local_steps=2, buckets=2))
     found["buckets"] = refusal(lambda: attach(model, make_optimizer("sgd", model), wire=Wire(buckets=2)))
     found["reduce"] = refusal(lambda: attach(model, make_optimizer("sgd", model), wire=Wire(reduce="rows")))
@@ -905,12 +881,12 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "parameters used would be sent in every backward pass",
             "statistics of local steps": "ddp_model must be made without SyncBatchNorm for local steps: its statistics "
             "would be sent in every forward pass",
-            "guard of local steps": "guard must be left out with local steps; got True",
+            "guard of local steps": "guard must be left out with local steps, since it judges averaged gradients; "
+            "got True",
             "clipping of local steps": "clip_norm must be left out, since the loop clips its gradients itself; got 1.0",
             "on_nonfinite of local steps": "on-nonfinite must be stop or skip; got 'skp' (did you mean skip?)",
-            "mesh of local steps": "mesh must be left out with local steps; got 'a mesh'",
-            "mesh": "mesh must be left out, since a loop with DistributedDataParallel has its own ranks; got a mesh",
-            "buckets of local steps": "buckets must be left out with local steps; got 2",
+            "buckets of local steps": "buckets must be left out with local steps, since a movement is complete only "
+            "when its window ends; got 2",
             "buckets": "buckets must be left out, since a loop with DistributedDataParallel has its own buckets; got 2",
             "reduce": "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole "
             "gradients; got rows",
@@ -1162,7 +1138,10 @@ def _differ(ranks: Ranks) -> str:
 
 
 def test_codecs_that_differ_between_ranks_are_named() -> None:
-    assert set(run_ranks(2, _differ)) == {"codec must be the same on all ranks; got 'int4' on rank 0, 'int8' on rank 1"}
+    assert set(run_ranks(2, _differ)) == {
+        "codec must be the same on all ranks; got 'int4' on rank 0, 'int8' on rank 1; codec's block must be the same "
+        "on all ranks; got 256 on rank 0, 1024 on rank 1"
+    }
 
 
 # ---- compress

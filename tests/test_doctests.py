@@ -27,7 +27,7 @@ import pytest
         "timing_model.inside",
         "timing_model.memory",
         "timing_model.simulate",
-        "experiments.timelines",
+        "timing_model.trace",
         "timing_model.toml_io",
         "timing_model.units",
     ],

@@ -139,7 +139,7 @@ def _store_is_gone(ranks: Ranks) -> list[str]:
 
 def test_a_store_that_is_gone_is_an_error_that_names_the_rank() -> None:
     """torch's own error used to be raised, which names no rank and is none of pipesgd's."""
-    *joins, watch = run_ranks(2, _store_is_gone, process_group=False)[1]
+    *joins, watch = run_ranks(2, _store_is_gone, process_group=False, fresh=True)[1]
     assert [one.partition(" failed: ")[0] for one in joins] == [
         "CommunicationError: rank 1: connection to the other ranks"
     ] * 2

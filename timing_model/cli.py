@@ -13,6 +13,7 @@ from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from timing_model import __version__
 from timing_model.advice import advice, reason
@@ -20,13 +21,18 @@ from timing_model.alternatives import alternatives
 from timing_model.arguments import Parser, add_options, option, taken, whole
 from timing_model.checks import check_one_of
 from timing_model.choices import ALL, Choice, Space, all_codecs
-from timing_model.configurations import in_program, training_arguments
+from timing_model.configurations import describe, in_program, training_arguments
+from timing_model.costs import costs_of, iteration_time
 from timing_model.memory import rank_memory
 from timing_model.options import add_configuration, add_job, add_nodes, base_of, job_of
 from timing_model.plan import plan
-from timing_model.predict import predict
-from timing_model.report import answer_text, folded, plan_text
-from timing_model.simulate_job import simulate_job
+from timing_model.plots import check_plot, plot_parts, save_plot
+from timing_model.predict import Answer, predict
+from timing_model.report import answer_text, folded, job_line, plan_text
+from timing_model.simulate_job import plot_simulated_job, simulate_job
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 HELP = """Predict what a training job will cost, and how to run it, before it runs.
 
@@ -40,6 +46,7 @@ With numbers you type in:
   timing-model predict --latency 50us --bandwidth 10Gbit/s --world-size 4 --compute 0.3s --parameters 61.1M
 
 timing-model COMMAND --help lists a command's options; timing-model --version prints the version."""
+PLOTTED_WIDTHS = (1, 2, 3, 4)
 EXIT_UNREAD = 141
 """Exit code of a process whose output nobody has read to its end: what shells say of SIGPIPE."""
 
@@ -92,7 +99,10 @@ def _run(argv: list[str], program: str) -> str:
     add_options(options)
     if {"-h", "--help"} & set(argv[1:]):
         return options.format_help().rstrip()
-    return answer(options.parse(argv[1:]))
+    given = options.parse(argv[1:])
+    given.plot = None if given.plot is None else Path(given.plot)
+    check_plot(given.plot)
+    return answer(given)
 
 
 def _add_predict(options: Parser) -> None:
@@ -102,8 +112,20 @@ def _add_predict(options: Parser) -> None:
 
 def _predict(given: Namespace) -> str:
     """Predict the time of an iteration, by parts, with an interval, and what limits it."""
-    answer = predict(job_of(given), extrapolate=given.extrapolate)
+    job = job_of(given)
+    answer = predict(job, extrapolate=given.extrapolate)
+    if given.plot:
+        save_plot(given.plot, lambda axes: _plot_widths(answer, axes))
     return json.dumps(answer.as_json(), indent=1) if given.json else answer_text(answer)
+
+
+def _plot_widths(answer: Answer, axes: Axes) -> Axes:
+    """Plot the same job in other widths, if it is a pipeline."""
+    job = answer.job
+    widths = {*PLOTTED_WIDTHS, job.width} if job.strategy == "pipelined" else {1}
+    jobs = [dataclasses.replace(job, width=width) for width in sorted(widths)]
+    iterations = [iteration_time(one, costs_of(one))[0] for one in jobs]
+    return plot_parts([describe(one) for one in jobs], iterations, axes, title=job_line(job))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +161,14 @@ def _plan(given: Namespace) -> str:
         accuracy_cost=dict(map(_accuracy_cost, wanted.accuracy_cost)),
         extrapolate=given.extrapolate,
     )
+    if given.plot:
+        shown = found.shown(wanted.top)
+        labels, iterations = [describe(one.job) for one in shown], [one.iteration for one in shown]
+        save_plot(
+            given.plot,
+            lambda axes: plot_parts(labels, iterations, axes, title=job_line(base)),
+            height=2 + 0.3 * len(shown),
+        )
     answer = predict(found.best.job, extrapolate=given.extrapolate)
     others = alternatives(found, space, extrapolate=given.extrapolate)
     if not given.json:
@@ -199,6 +229,8 @@ def _simulate(given: Namespace) -> str:
     """Simulate the same iterations one by one, with jitter and slow ranks (1000, or --iterations)."""
     seed = Drawn(**taken(given, Drawn)).seed
     simulated = simulate_job(job_of(given), seed=seed, extrapolate=given.extrapolate)
+    if given.plot:
+        save_plot(given.plot, lambda axes: plot_simulated_job(simulated.answer, axes, seed=seed))
     return json.dumps(simulated.as_json(), indent=1) if given.json else simulated.text()
 
 

@@ -94,6 +94,8 @@ class Shown:
     """Answer far outside of what was measured, too."""
     json: bool = option(False, None)
     """Print JSON; times in s, sizes in bytes."""
+    plot: str | None = option(None, shown="FILE")
+    """File of a picture to save, too (needs matplotlib)."""
 
 
 def add_job(options: Parser) -> None:

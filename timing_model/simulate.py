@@ -80,8 +80,7 @@ def simulate_iterations(
         check_count(name, value)
     windows = math.ceil(iterations / local_steps)
     noise = noise or Noise()
-    times = Draws(t_compute, noise, world_size, seed)
-    collectives = Draws(t_comm, Noise(cv=noise.comm_cv), 1, seed, of=COLLECTIVES)
+    times, collectives = Draws(t_compute, noise, world_size, seed), collective_draws(t_comm, noise, seed)
     ready = np.zeros(world_size)  # when each rank has computed
     ends = np.zeros(windows + width)  # the first ``width`` are there from the start
     for window in range(windows):
@@ -92,6 +91,11 @@ def simulate_iterations(
             ready += times.next()
         ends[window + width] = max(ready.max(), ends[window + width - 1]) + collectives.next()[0]
     return Simulation(ends=ends[width:], width=width, iterations=iterations, local_steps=local_steps)
+
+
+def collective_draws(t_comm: float, noise: Noise, seed: int) -> Draws:
+    """Return the collectives' times, drawn iteration by iteration, (1,) each."""
+    return Draws(t_comm, Noise(cv=noise.comm_cv), 1, seed, of=COLLECTIVES)
 
 
 class Draws:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,12 +12,18 @@ from timing_model.buckets import WHOLE
 from timing_model.configurations import describe
 from timing_model.costs import costs_of, times_of
 from timing_model.iteration import loaded
+from timing_model.jitter import noise_over
 from timing_model.job import Job
+from timing_model.plots import plot_timeline
 from timing_model.predict import Answer, predict, refuse_outside
 from timing_model.report import job_line, support_lines, table
 from timing_model.simulate import simulate_iterations
 from timing_model.support import support_of
+from timing_model.trace import timeline
 from timing_model.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ITERATIONS = 1000
 MEDIAN_ITERATIONS = 5000
@@ -25,6 +31,8 @@ MEDIAN_ITERATIONS = 5000
 MOST_DRAWS, OTHER_DRAWS = 10**10, 300
 """Most times that are drawn, which takes minutes; and times drawn in as long as the rest of an iteration takes, which
 counts where ranks are few."""
+DRAWN_RANKS, DRAWN_ITERATIONS = 6, 6
+"""Ranks and iterations in the picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +126,24 @@ def median_share(job: Job) -> float:
     same = job.changed(iterations=MEDIAN_ITERATIONS, epochs=None, buckets="1")
     simulated = simulate_job(same, extrapolate=True)
     return simulated.median / simulated.period if simulated.period > 0 else 1.0
+
+
+def plot_simulated_job(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
+    """Plot who computes and who communicates in the first iterations, for a few ranks."""
+    job = answer.job
+    ranks = min(job.workers, DRAWN_RANKS)
+    noise = noise_over(dataclasses.replace(job.noise, slow_ranks=job.noise.slow_ranks[:ranks]), job.local_steps)
+    servers = job.strategy == "ps-sync"
+    t_comm = answer.collective.total / (2 * ranks if servers else 1)
+    spans = timeline(
+        "parameter-server" if servers else "pipelined",
+        times_of(job, costs_of(job)).window(job.local_steps),
+        t_comm,
+        world_size=ranks,
+        iterations=DRAWN_ITERATIONS,
+        width=job.width,
+        noise=noise,
+        seed=seed,
+    )
+    title = describe(job) + ("" if ranks == job.workers else f": {ranks} of {job.workers} ranks")
+    return plot_timeline(spans, axes, title=title)

@@ -78,14 +78,10 @@ class CompressionConfig:
 
 @dataclass(frozen=True)
 class _Unmade(CodecOptions):
-    """What is known of a codec of the user's own before it is imported."""
+    """Name and error feedback of a codec of the user's own that is not imported yet."""
 
-    function: str
+    name: str
     error_feedback: bool
-
-    @property
-    def codec(self) -> str:
-        return self.function
 
     @property
     def gives_back(self) -> bool:

@@ -5,9 +5,8 @@ Those of published systems, and PowerSGD, are next to what they do: ``codec_name
 
 from __future__ import annotations
 
-from abc import ABC
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from pipesgd.checks import check_one_of, refuse
 from pipesgd.guests import guest
@@ -29,13 +28,14 @@ MAX_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
-class CodecOptions(ABC):
+class CodecOptions:
     """A codec with its options, which is what ``codec=`` takes: ``Int4(block=64)``, for instance, or ``TopK(0.01)``.
 
     Messages call options as the command does.
     """
 
-    name: ClassVar[str]
+    name: str = field(init=False)
+    """Name of the codec, which is compared between ranks as its options are."""
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -74,6 +74,11 @@ class CodecOptions(ABC):
         words = ["rounded stochastically"] * self.stochastic
         return [*words, *["with error feedback"] * self.gives_back]
 
+    def settings(self) -> dict[str, Any]:
+        """Return the codec and its options by the names that messages give them, to be compared between ranks."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {"codec" if name == "name" else f"codec's {name}": value for name, value in values.items()}
+
     def facts(self) -> dict[str, Any]:
         """Return what rules between options ask about the codec (``pipesgd.rules``)."""
         return {
@@ -88,7 +93,7 @@ class CodecOptions(ABC):
 class Fp32(CodecOptions):
     """Values as they are, of any dtype; float32 takes 32 bits. Exact."""
 
-    name: ClassVar[str] = "fp32"
+    name: str = field(default="fp32", init=False)
 
     def make(self, device: str = "cpu") -> Codec:
         from pipesgd.codecs.floats import Uncompressed
@@ -121,7 +126,7 @@ class Bf16(Sixteen):
     error of a value x is at most 2**-8 |x| (2**-134 for denormals). Values that round beyond 3.39e38 become infinite.
     """
 
-    name: ClassVar[str] = "bf16"
+    name: str = field(default="bf16", init=False)
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class Fp16(Sixteen):
     most 2**-11 |x|, and at most 2**-25 for |x| below 2**-14. Sums of 65520 and more become infinite.
     """
 
-    name: ClassVar[str] = "fp16"
+    name: str = field(default="fp16", init=False)
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ class Int8(Blocks):
     at most 1/127, and unbiased. Error feedback is off by default.
     """
 
-    name: ClassVar[str] = "int8"
+    name: str = field(default="int8", init=False)
 
     @property
     def gives_back(self) -> bool:
@@ -208,7 +213,7 @@ class Int4(Blocks):
     with stochastic rounding it is at most 1/7, and unbiased.
     """
 
-    name: ClassVar[str] = "int4"
+    name: str = field(default="int4", init=False)
     block: int = option(256, at_least=1, named="codec-block")
 
     def make(self, device: str = "cpu") -> Codec:
@@ -216,17 +221,6 @@ class Int4(Blocks):
 
 
 _HERE: dict[str, type[CodecOptions]] = {one.name: one for one in (Fp32, Bf16, Fp16, Int8, Int4)}
-
-
-def codec_class(name: str) -> type[CodecOptions]:
-    """Return the class of the built-in codec with this name.
-
-    Raises:
-        UserInputError: there is no such codec.
-    """
-    check_one_of("codec", name, CODECS)
-    found: type[CodecOptions] = _HERE[name] if name in _HERE else guest(name)
-    return found
 
 
 def codec_named(name: str, **options: Any) -> CodecOptions:
@@ -238,4 +232,6 @@ def codec_named(name: str, **options: Any) -> CodecOptions:
     >>> codec_named("int8", rounding="stochastic").describe()
     'int8 in blocks of 1024 rounded stochastically'
     """
-    return codec_class(name)(**options)
+    check_one_of("codec", name, CODECS)
+    kind: type[CodecOptions] = _HERE[name] if name in _HERE else guest(name)
+    return kind(**options)

@@ -17,22 +17,18 @@ SIZES = (1, 2, 63, 1000)
 """Numbers of values that a codec is tried on, in addition to one block and a part of the next one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnCodecOptions(CodecOptions):
     """A codec of the user's own, with what is asked for in place of its own choices."""
 
+    name: str
+    """Module and class of the codec, or the function that has made it."""
     made: OwnCodec
     """The codec."""
-    named: str = ""
-    """Name of the codec, by default that of its class."""
     rounding: str | None = None
     """Rounding that the codec was asked for."""
     error_feedback: bool | None = None
     """True or False where the codec's own choice, ``gives_back``, does not count."""
-
-    @property
-    def codec(self) -> str:
-        return self.named or self.made.name
 
     @property
     def stochastic(self) -> bool:
@@ -53,7 +49,7 @@ def codec_options(codec: str | CodecOptions | OwnCodec) -> CodecOptions:
         UserInputError: there is no such codec; or a function of the user's own fails or makes no codec.
     """
     if isinstance(codec, OwnCodec):
-        return OwnCodecOptions(codec)
+        return OwnCodecOptions(name=codec.name, made=codec)
     if not isinstance(codec, str):
         return codec
     check_function("codec", codec, kind(codec), (*CODECS, OWN))
@@ -76,7 +72,7 @@ def own_codec(
         raise UserInputError(
             f"codec must be made by {name} as a pipesgd.codecs.base.OwnCodec; got {type(made).__name__}"
         )
-    return OwnCodecOptions(made, name, rounding, error_feedback)
+    return OwnCodecOptions(name=name, made=made, rounding=rounding, error_feedback=error_feedback)
 
 
 def try_codec(name: str, codec: OwnCodec, device: str) -> str:

@@ -99,8 +99,13 @@ class CompressedBuckets:
         self._waiting: dict[int, Tensor] = {}
         """Residuals of parameters, by their places, whose bucket has not been seen yet."""
         ranks = current(wire.timeout, process_group or ddp_model.process_group)
-        settings = {**plain(wire), "timeout": None, "seed": seed}  # timeouts may differ
-        check_same_settings(ranks, settings | plain(options), {})
+        settings = {
+            **plain(wire),
+            "all_reduce": wire.all_reduce_name,
+            "timeout": None,
+            "seed": seed,
+        }  # timeouts may differ
+        check_same_settings(ranks, settings | plain(options.settings()), {})
         self.flight: Flight[None] = Flight(
             ranks, self._layout(range(len(self._parameters))), options, wire, seed=seed, skips=options.gives_back
         )

@@ -149,7 +149,7 @@ class Flight(Generic[Known]):
         self._connect()
 
     def regroup(self, ranks: Ranks, iteration: int, left_out: Sequence[Tensor] | None = None) -> None:
-        """Continue with other ranks, or with the same ones on connections made anew. Collective.
+        """Continue with other ranks, or with the same ones on new connections. Collective.
 
         1. drain: all that has left is summed, and the means in flight stay there;
         2. carry: what the codec has left out, as a mean over the ranks that it is of, is added to the next gradient;

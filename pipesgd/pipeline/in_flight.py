@@ -71,7 +71,7 @@ class Outgoing:
     norms: list[float | None] = field(default_factory=list)
     """Norms of the parts of the mean; None for those that are not finite."""
     parts: Sequence[Any] = ()
-    """What hooks have kept of the gradients of the bucket that is gathered."""
+    """Parts that hooks have kept of the gradients of the bucket that is gathered."""
     gathered_bytes: int = 0
     """Bytes that this rank has sent to gather what gradients are made of."""
 
@@ -87,7 +87,7 @@ class InFlight(Generic[Known]):
     iteration: int
     buffer: BucketedBuffer
     known: Known
-    """What the other half of the pipeline knows of it."""
+    """Knowledge of the other half of the pipeline about it, unread here."""
     own_is_finite: Callable[[], bool]
     """Function that returns True if this rank's own gradient is finite; called only if the mean is not."""
     reduction: Future[Reduction]

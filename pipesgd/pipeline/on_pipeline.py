@@ -1,4 +1,4 @@
-"""What the users of a pipeline share."""
+"""The shared part of the users of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipesgd.strategy import StepReport, Strategy
 
 
 class OnPipeline(Strategy):
-    """What the users of a pipeline share: all but the way in which gradients come to it.
+    """The shared part of the users of a pipeline: all but the way in which gradients come to it.
 
     Args:
         pipeline: the pipeline.

@@ -124,6 +124,7 @@ class Pipeline:
             "width": width,
             **plain(updates),
             **plain(wire),
+            "all_reduce": wire.all_reduce_name,
             "timeout": None,  # may differ
             "scaler": plain(scaler.state_dict() if scaler is not None else {}),
             "buckets": cut.into,
@@ -132,7 +133,7 @@ class Pipeline:
             "init_sync": init_sync,
             "device": device.type,
             "mesh": plain(() if self.island is None else self.island.shape),
-            **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
+            **plain(options.settings()),
         }
         between = self.island.between if self.island else process_group
         own = given_ranks(ranks, between, DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout)
@@ -195,7 +196,7 @@ class Pipeline:
     # ---- Errors and interruptions
 
     def check_usable(self) -> None:
-        """Raise what keeps this rank from going on: its end, another rank's failure, or what is done by half."""
+        """Raise what keeps this rank from another step: its end, another rank's failure, or what is done by half."""
         self.flight.thread.check()
         if self.half_done is not None:
             raise RunError(

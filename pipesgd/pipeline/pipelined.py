@@ -134,7 +134,7 @@ class Pipelined(OnPipeline):
         given.reduce = words_of(wire.reduce) if exchanges.gathered else WHOLE_GRADIENTS
         given.device = cut.parameters[0].device.type
         check_rules(given, REDUCE)
-        if isinstance(wire.reduce, str):
+        if isinstance(wire.reduce, str) and mesh is None:  # else refused by the pipeline
             check_eligible(wire.reduce, model, cut.parameters)
         super().__init__(
             Pipeline(

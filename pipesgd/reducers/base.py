@@ -58,7 +58,7 @@ class Reducer(Sum, Protocol):
         """Continue from a ``state_dict`` of this rank that ``check_state`` accepts."""
 
 
-class GradientCodec(CodecOptions):
+class GradientCodec(CodecOptions, ABC):
     """A codec that compresses a gradient as a whole, in a reducer of its own."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Gathering(ABC):
     eligible: ClassVar[str]
     """Words for the layers whose weights can be exchanged like this."""
     parts: Sequence[Any] = ()
-    """What ``hooks`` have kept of this rank's gradients in the next ``sum``, in the order of its buffer's matrices."""
+    """Parts that ``hooks`` have kept of this rank's gradients in the next ``sum``, in the order of its matrices."""
     bytes_sent: int
     """Bytes that this rank has sent in the last ``sum``; they depend on all ranks' gradients."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from pipesgd.reducers.base import GradientCodec, as_real
 class PowerSgd(GradientCodec):
     """Factors of low rank in place of matrices; see ``PowerSgdReducer``."""
 
-    name: ClassVar[str] = "powersgd"
+    name: str = field(default="powersgd", init=False)
     low_rank: int = option(4, at_least=1)
     """Rank of the factors."""
 

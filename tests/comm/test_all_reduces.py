@@ -277,8 +277,8 @@ def _with_codecs(ranks: Ranks) -> list[tuple[str, str, float, float]]:
         connections = Connections(name, ranks, timeout=ranks.timeout)
         for codec in ("bf16", "fp16") if name == "native" else DENSE_CODECS:
             ours = flat.clone()
-            rounding = "nearest" if codec == "ternary" else None  # its random noise grows around a ring
-            connections.all_reduce(codec_named(codec, rounding=rounding).make())(ours)
+            how = {"rounding": "nearest"} if codec == "ternary" else {}  # its random noise grows around a ring
+            connections.all_reduce(codec_named(codec, **how).make())(ours)
             everybody = [torch.empty_like(ours) for _ in range(ranks.world_size)]
             dist.all_gather(everybody, ours)
             apart = max(float((ours - other).abs().max()) for other in everybody)

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import DENSE_CODECS, FLOAT_CODECS, codec_named
-from pipesgd.comm import connections as module
+from pipesgd.comm import pace as module
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.pace import PACED_SECONDS, SAVED_SECONDS, TokenBucket, paced_segment_bytes

@@ -83,6 +83,7 @@ def test_what_to_do_where() -> None:
     assert region(0.3, 100e6) == "take local steps instead"
 
 
+@pytest.mark.slow
 def test_predictions_are_drawn_as_soon_as_they_were_measured_and_not_before(tmp_path: Path) -> None:
     assert "measured" not in {row["panel"] for row in fig05_timing_model.compute(tmp_path, quick=True)}
     cell = {"kind": "held out", "counts": True, "measured_s": 0.5, "predicted_s": 0.55, "low_s": 0.5, "high_s": 0.6}

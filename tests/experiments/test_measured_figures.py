@@ -9,10 +9,10 @@ import pytest
 from experiments import fig01_schedules, fig02_breakdown, fig07_layerwise
 from experiments.limits import Cluster, ring_limit
 from experiments.testbed import Link
-from experiments.timelines import COMPUTATION, UPDATE
 from pipesgd.cli import parse as parse_training
 from tests.experiments._panels import check_axes, labels, panels
 from tests.experiments._traces import trace_of
+from timing_model.trace import COMPUTATION, UPDATE
 
 # fig01: schedules.
 

@@ -18,6 +18,7 @@ ROWS: list[Row] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = save("bench", ROWS, folder=tmp_path)
     assert path == tmp_path / "bench.csv"
@@ -25,6 +26,7 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[0] == "name,nbytes,seconds,met,restarts"
 
 
+@pytest.mark.slow
 def test_nested_values_make_it_json(tmp_path: Path) -> None:
     rows: list[Row] = [{"p": 2, "seconds": [0.1, 0.2]}]
     path = save("bench", rows, folder=tmp_path)
@@ -32,6 +34,7 @@ def test_nested_values_make_it_json(tmp_path: Path) -> None:
     assert load(path) == rows
 
 
+@pytest.mark.slow
 def test_the_manifest_says_where_the_table_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", "--seed", "1", "--output", str(tmp_path)])
     save("bench", ROWS, extra={"target": 1.1}, folder=tmp_path)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from pipesgd import DisagreementError, NonFiniteGradientError, Pipelined, RunError
+from pipesgd import DisagreementError, NonFiniteGradientError, Pipelined, RunError, Wire
 from pipesgd.optim.muon import MuonWithAdamW
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
@@ -484,7 +484,7 @@ def _refused(ranks: Ranks) -> list[str]:
         attempt(mesh, mesh),
         attempt(mesh, mesh["inside"], muon),
         attempt(mesh, mesh["inside"], codec="topk"),
-        attempt(mesh, mesh["inside"], reduce="rows"),
+        attempt(mesh, mesh["inside"], wire=Wire(reduce="rows")),
         attempt(mesh, mesh["inside"], ranks=ranks),
         attempt(DeviceMesh("cpu", [[1, 2], [0, 3]]), mesh["inside"]),
         attempt(DeviceMesh("cpu", [[1, 2], [3, 0]]), mesh["inside"]),

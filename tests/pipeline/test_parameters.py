@@ -24,7 +24,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_reducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
 from pipesgd.replicas import weights_sha256
-from pipesgd.sections import Wire
+from pipesgd.sections import Updates, Windows, Wire
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def test_what_would_fail_or_mislead_later_is_refused_at_once(options: dict[str, 
 
 
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("strategy", [Pipelined, partial(LocalSteps, local_steps=2)])
+@pytest.mark.parametrize("strategy", [Pipelined, partial(LocalSteps, windows=Windows(local_steps=2))])
 def test_trained_embeddings_whose_rows_a_forward_pass_shortens_are_refused(
     make: Callable[..., nn.Module], strategy: Callable[..., Pipelined | LocalSteps]
 ) -> None:
@@ -72,7 +72,7 @@ def _weights_by_differences(make: Callable[..., Pipelined | LocalSteps], *, clon
     return model.weight.detach()
 
 
-@pytest.mark.parametrize("options", [{"width": 1}, {"prediction": "none"}, {"prediction": "eager"}])
+@pytest.mark.parametrize("options", [{"width": 1}, {"updates": Updates(prediction="none")}, {"updates": Updates()}])
 def test_an_optimizer_that_keeps_gradients_must_clone_them(options: dict[str, Any]) -> None:
     assert _weights_by_differences(partial(Pipelined, **options), clones=True).isfinite().all()
     with (
@@ -85,7 +85,7 @@ def test_an_optimizer_that_keeps_gradients_must_clone_them(options: dict[str, An
 
 
 def test_an_optimizer_may_keep_the_gradients_of_local_steps() -> None:
-    make = partial(LocalSteps, local_steps=2)
+    make = partial(LocalSteps, windows=Windows(local_steps=2))
     kept, cloned = (_weights_by_differences(make, clones=clones) for clones in (False, True))
     assert torch.equal(kept, cloned)
 

@@ -50,7 +50,7 @@ def _first_step(ranks: Ranks, words: str, own: bool) -> dict[str, Any]:
         reduce = fewest_bytes(model, 4, config.compression.chosen().make(), ranks.world_size)
     parts = parts_of_run(config, ranks, model, batches, reduce)
     same = all(map(torch.equal, before, model.parameters())) and torch.equal(state, torch.get_rng_state())
-    options = {"reduce": reduce, "codec": config.compression}
+    options = {"reduce": reduce, "codec": config.compression.chosen()}
     sent = _sent(ranks, model, batches, **options)
     return {"parts": parts, "same": same and all(one.grad is None for one in model.parameters()), **sent}
 

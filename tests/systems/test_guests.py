@@ -14,7 +14,7 @@ from pipesgd.guests import HOMES
 pytestmark = pytest.mark.slow
 
 SHORT = "--dataset digits --hidden-sizes 20 --batch-size 16 --iterations 3"
-TEXT = "--dataset python-stdlib --model transformer --layers 1 --embedding 16 --context 8 --batch-size 2 --iterations 3"
+TEXT = "--dataset text:{text} --model transformer --layers 1 --embedding 16 --context 8 --batch-size 2 --iterations 3"
 NAMED_BY = {
     "truncate16": f"{SHORT} --codec truncate16",
     "ternary": f"{SHORT} --codec ternary",
@@ -35,7 +35,11 @@ NAMED_BY = {
 
 def test_every_guest_trains_when_an_option_names_it(tmp_path: Path) -> None:
     assert NAMED_BY.keys() == HOMES.keys()
-    words = {name: [*words.split(), "--output", str(tmp_path / name)] for name, words in NAMED_BY.items()}
+    text = tmp_path / "text"
+    text.write_text("All that glitters is not gold. " * 100, encoding="utf-8")
+    words = {
+        name: [*words.format(text=text).split(), "--output", str(tmp_path / name)] for name, words in NAMED_BY.items()
+    }
     for errors in run_ranks(2, train_each_as_a_rank, words, process_group=False, deadline=120.0):
         assert errors == dict.fromkeys(NAMED_BY, "")
     for name in NAMED_BY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -160,6 +161,21 @@ def test_a_text_that_nobody_reads_to_its_end_ends_the_command_quietly(
         monkeypatch.setattr("sys.stdout", unread)
         assert main(words.split()) == 141
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["predict", "plan", "simulate"])
+def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    pytest.importorskip("matplotlib")
+    said(capsys, f"{command} {HAND} --plot {tmp_path / 'picture.svg'}")
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
+
+
+def test_a_picture_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(f"predict {HAND} --plot {tmp_path / 'a.png'}".split()) == 2
+    assert capsys.readouterr().err.startswith("error: plot must be left out where matplotlib is not installed")
 
 
 def test_ten_gigabits_are_ten_gigabits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,6 +357,8 @@ BAD = {
     "predict --cluster {cluster} --world-size 4": "model must be given, one of mlp, or --compute",
     "predict --cluster {cluster} --world-size 4 --model resnet18": "model must be one of mlp; got resnet18",
     "predict --cluster {cluster} --world-size 64 --model mlp": "extrapolate must be asked for outside of what",
+    f"predict {HAND} --plot {{folder}}/a.xyz": "plot must end in one of .pdf, .png, .svg; got ",
+    f"predict {HAND} --plot {{folder}}/none/a.png": "plot must be a file in an existing folder; got ",
     f"plan {HAND} --codecs int9": "codec must be one of ",
     f"plan {HAND} --widths 0": "widths must be a whole number of at least 1; got '0'",
     f"plan {HAND} --strategies dpp": "strategy must be one of ",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from pipesgd.checks import refuse
 from pipesgd.codecs.base import Codec
@@ -29,7 +28,7 @@ class Qsgd(Blocks):
     Rounding is stochastic by default, unless error feedback is asked for, which is then off by default.
     """
 
-    name: ClassVar[str] = "qsgd"
+    name: str = field(default="qsgd", init=False)
     block: int = option(64, at_least=1, named="codec-block")
     levels: int = option(7, at_least=1, named="qsgd-levels")
     """Levels, s: up to 1, 7 or 127 take 2, 4 or 8 bits."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -28,7 +27,7 @@ class Sign(CodecOptions):
     is sent as zeros.
     """
 
-    name: ClassVar[str] = "sign"
+    name: str = field(default="sign", init=False)
     block: int = option(1024, at_least=1, named="codec-block")
     """Number of values that share two means."""
     error_feedback: bool | None = None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from pipesgd.checks import refuse
 from pipesgd.codecs.base import Codec
@@ -32,7 +31,7 @@ class Ternary(Blocks):
     Rounding is stochastic by default, unless error feedback is asked for, which is then off by default.
     """
 
-    name: ClassVar[str] = "ternary"
+    name: str = field(default="ternary", init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from pipesgd.codecs.options import Sixteen
 
@@ -16,4 +15,4 @@ class Truncate16(Sixteen):
     denormals): a sum that is re-encoded at every hop shrinks with the number of ranks; ``Bf16`` does not do that.
     """
 
-    name: ClassVar[str] = "truncate16"
+    name: str = field(default="truncate16", init=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ NUMBERS_PER_VALUE = 2
 class TopK(GradientCodec):
     """The largest values of each rank; see ``TopKReducer``."""
 
-    name: ClassVar[str] = "topk"
+    name: str = field(default="topk", init=False)
     density: float = option(0.01, above_zero=True)
     """Share of the values that are sent."""
     density_warmup: int = option(0, at_least=0)

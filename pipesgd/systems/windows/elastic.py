@@ -30,7 +30,7 @@ from pipesgd.strategy import Comparison
 
 
 class ElasticAveraging:
-    """What elastic averaging puts in place of the windows, the prediction and the outer learning rate of local steps.
+    """Windows, prediction and outer learning rate of elastic averaging, in place of those of local steps.
 
     Args:
         moving_rate: share of its way to the centre that a rank is pulled after each window; None for the default.
