@@ -11,12 +11,20 @@ import time
 
 import pytest
 import torch
+from _pool import waiting
 from _ranks import RankFailed, run_ranks
 
 from pipesgd import replicas
 from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def no_process_waits() -> None:
+    """End those that earlier tests have left, and what their cases have loaded with them."""
+    while waiting:
+        waiting.pop().end()
 
 
 @functools.cache
