@@ -143,7 +143,7 @@ _spaces: dict[str, list[Mapping[str, object]]] = {}
 
 
 def held() -> Callable[[], bool]:
-    """Return what tells whether names, handlers of signals, threads and open files are as they are now."""
+    """Return what tells whether names, handlers and threads are as they are now, and no other file is open."""
     for name in sys.modules.keys() - _spaces.keys():
         module = sys.modules[name]
         ours = str(getattr(module, "__dict__", {}).get("__file__", "")).startswith(_OURS)
@@ -152,10 +152,10 @@ def held() -> Callable[[], bool]:
             kinds = (one for one in list(vars(module).values()) if isinstance(one, type) and one.__module__ == name)
             _spaces[name] += [vars(kind) for kind in kinds]
     names = [(space, dict(space)) for spaces in _spaces.values() for space in spaces]
-    others = _handlers(), threading.active_count(), _open_files()
+    others, files = (_handlers(), threading.active_count()), _open_files()
 
     def are_held() -> bool:
-        same = (_handlers(), threading.active_count(), _open_files()) == others
+        same = (_handlers(), threading.active_count()) == others and _open_files() <= files
         return same and all(before.items() <= space.items() for space, before in names)
 
     return are_held
@@ -175,9 +175,13 @@ def _handlers() -> list[object]:
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)]
 
 
-def _open_files() -> int:
-    """Return their number: a run that fails holds the lock of its folder until its process ends."""
-    return len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
+def _open_files() -> set[str]:
+    """Return the paths of files that are open: a run that fails holds the lock of its folder until its process ends."""
+    paths = set()
+    for link in Path("/proc/self/fd").glob("*"):  # on Linux
+        with contextlib.suppress(OSError):  # it was open only to list the others
+            paths.add(str(link.readlink()))
+    return {path for path in paths if path.startswith("/") and not path.startswith(("/dev/", "/proc/"))}
 
 
 def _put_back() -> Callable[[], None]:

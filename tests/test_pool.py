@@ -76,7 +76,12 @@ def test_a_case_finds_the_process_of_the_one_before_as_that_one_did() -> None:
     assert run_ranks(1, _what_it_is) == first[:1]
 
 
-@pytest.mark.parametrize("case", [_changes_a_module, _changes_a_class, _leaves_a_thread])
+def _leaves_a_file_open(ranks: Ranks) -> int:
+    os.open(__file__, os.O_RDONLY)
+    return os.getpid()
+
+
+@pytest.mark.parametrize("case", [_changes_a_module, _changes_a_class, _leaves_a_thread, _leaves_a_file_open])
 def test_a_process_that_a_case_has_changed_ends_with_it(case: object) -> None:
     [changed] = run_ranks(1, case)
     assert run_ranks(1, _what_it_is)[0][0] != changed
