@@ -35,8 +35,8 @@ from pipesgd.ranks import Ranks, Standing
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests._warm"])  # found where pytest is started: in the repository
 
-_OURS = (*(str(Path(str(package.__file__)).parent) for package in (pipesgd, timing_model)), str(REPOSITORY))
-"""Folders of the modules that a case may change, in a process that does others later."""
+_PACKAGES = tuple(str(Path(str(package.__file__)).parent) for package in (pipesgd, timing_model))
+"""Folders of the packages, which may be among those of others that are installed."""
 
 PUT_BACK_SECONDS = 60.0
 """Seconds after which a process that has done a case, and is to become what it was, is taken to hang."""
@@ -146,7 +146,7 @@ def held() -> Callable[[], bool]:
     """Return what tells whether names, handlers and threads are as they are now, and no other file is open."""
     for name in sys.modules.keys() - _spaces.keys():
         module = sys.modules[name]
-        ours = str(getattr(module, "__dict__", {}).get("__file__", "")).startswith(_OURS)
+        ours = _is_ours(str(getattr(module, "__dict__", {}).get("__file__", "")))
         _spaces[name] = [vars(module)] if ours or name in FOREIGN else []
         if ours:
             kinds = (one for one in list(vars(module).values()) if isinstance(one, type) and one.__module__ == name)
@@ -159,6 +159,12 @@ def held() -> Callable[[], bool]:
         return same and all(before.items() <= space.items() for space, before in names)
 
     return are_held
+
+
+def _is_ours(file: str) -> bool:
+    """Return True if a case may change the module in this file, in a process that does others later."""
+    in_repository = file.startswith(str(REPOSITORY)) and not file.startswith(sys.prefix)  # make's .venv is in it
+    return in_repository or file.startswith(_PACKAGES)
 
 
 def _forget() -> None:
