@@ -130,6 +130,7 @@ def make_strategy(module: str) -> type[Any]:
             updates: Updates | None = None,
             **ddp_options: Any,
         ):
+            check_left_out(ddp_options, {"scaler": "the Trainer has precision"})
             if ddp_options.get("ddp_comm_hook") is not None:
                 raise UserInputError("ddp_comm_hook must be left out with strategy pipesgd, which has its own hook")
             super().__init__(*args, **ddp_options)
@@ -247,6 +248,7 @@ def make_fabric_strategy(module: str) -> type[Any]:
             updates: Updates | None = None,
             **ddp_options: Any,
         ):
+            check_left_out(ddp_options, {"scaler": "Fabric has precision"})
             super().__init__(*args, **ddp_options)
             self._width, self._codec = width, codec
             self._windows, self._wire, self._updates = windows, wire, updates

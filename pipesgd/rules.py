@@ -1,7 +1,8 @@
 """Refusals that depend on more than one option: rows of tables, each a condition and a message.
 
-The command checks all of them. ``Pipelined``, ``LocalSteps`` and the doors check the tables about what they are given.
-What depends on one option alone is declared with it (``pipesgd.options``), or checked by the object that reads it.
+The command checks those that its strategy and options call for. ``Pipelined``, ``LocalSteps`` and the doors check the
+tables about what they are given. What depends on one option alone is declared with it (``pipesgd.options``), or checked
+by the object that reads it.
 """
 
 from __future__ import annotations

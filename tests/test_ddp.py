@@ -896,7 +896,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "p.grad.clone(), since later gradients overwrite it; got Differences, which keeps p.grad itself",
             "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",
             "no backward": "optimizer.step() must follow a backward pass outside of no_sync(), which hands over no "
-            "gradient (to step on each rank's own: attach(..., local_steps=H)); got a step without a new gradient",
+            "gradient (to step on each rank's own: attach(..., windows=Windows(local_steps=H))); got a step without a "
+            "new gradient",
             "flush": "flush must not be called between backward() and optimizer.step()",
             "accumulated": WITHOUT_A_STEP.format("forward"),
             "closed": "a strategy must not be used after close(); make a new one",

@@ -30,8 +30,9 @@ class Connections:
         timeout: seconds that a rank waits for another one, in any one message or native all-reduce.
         segment_bytes: largest message in bytes.
         connections: connections to each rank, used in turn by segments.
-        rate_limit: most bytes that this rank sends in a second, headers included; see ``pace.TokenBucket``. A message
-            then takes at most ``pace.PACED_SECONDS``, and an all-reduce is ``paced``.
+        rate_limit: most bytes of messages that this rank sends in a second, with ``headers``, but without those of
+            packets (``pace.TokenBucket``). A message then takes at most ``pace.PACED_SECONDS``, and an all-reduce is
+            ``paced``.
         device: device of the tensors, "cpu" or "cuda". Messages use gloo; native uses nccl on a GPU.
         buckets: number of buckets that are reduced again and again.
 

@@ -401,8 +401,9 @@ class AttachedPipeline(OnPipeline):
         if any(p.grad is not None and not _close(p.grad, mean, near) for p, mean in pairs):
             warn(
                 "gradients must not be changed between backward() and optimizer.step(), since predictions and close() "
-                "use them as they arrived: announce clipping by attach(..., clip_norm=...) or clip_value=, with the "
-                "loop's bounds, and move any other change into the loss or into a hook of the parameter"
+                "use them as they arrived: announce clipping by attach(..., updates=Updates(clip_norm=...)) or "
+                "clip_value=, with the loop's bounds, and move any other change into the loss or into a hook of the "
+                "parameter"
             )
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -462,7 +463,7 @@ class AttachedPipeline(OnPipeline):
         if self._due is None:
             return
         pipeline = self.pipeline
-        # And a signal's handler calls.
+        # A signal's handler may call this in a backward pass, while a mean is still waited for.
         waits = len(pipeline.flight.in_flight) >= pipeline.update.width.after(pipeline.iteration)
         if self._due.applied or waits:
             raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")

@@ -97,7 +97,7 @@ def step_without_gradient() -> UserInputError:
     """Return the error for a step of the loop's optimizer that follows no backward pass, or one in ``no_sync()``."""
     return UserInputError(
         "optimizer.step() must follow a backward pass outside of no_sync(), which hands over no gradient (to step on "
-        "each rank's own: attach(..., local_steps=H)); got a step without a new gradient"
+        "each rank's own: attach(..., windows=Windows(local_steps=H))); got a step without a new gradient"
     )
 
 

@@ -181,10 +181,10 @@ class Flight(Generic[Known]):
             self.ranks = ranks
             self._ends.stop_watching = ranks.watch(self.thread.fail)
         self._connect()
-        left_out = on_device(list(left_out), self.device)
-        if left_out and len(self.carried):  # of a change of ranks before, since which there was no gradient
-            left_out = torch._foreach_add(left_out, list(self.carried))
-        self.carried = left_out or self.carried
+        new: list[Tensor] = on_device(list(left_out), self.device)
+        if new and len(self.carried):  # of a change of ranks before, since which there was no gradient
+            new = [one + before for one, before in zip(new, self.carried, strict=True)]
+        self.carried = new or self.carried
 
     def _connect(self) -> None:
         wire, device = self._wire, self.device.type

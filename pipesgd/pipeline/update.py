@@ -160,7 +160,7 @@ class Update:
             mean: mean over ranks of one iteration's gradients, finite, shaped like the parameters; changed in place.
             guessed: the guess of each rank in this process; real ranks have a process each.
             norm: norm of the mean, the same on all ranks where ``width`` wants norms.
-            iteration: the iteration in which the mean is applied.
+            iteration: number of iterations handed over so far, that of this step included.
 
         Returns:
             True if a period at width 1 begins.

@@ -1,4 +1,4 @@
-"""Protocol of reducers, which replace the gradients of an iteration by their sum, and float32 values of any dtype."""
+"""Protocols of sums of gradients, and their shared parts: undoing a sum, and float32 places for other dtypes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipesgd.optim.loss_scale import LossScale
 class Sum(Protocol):
     """Replaces the gradients of all ranks by their sum, or an approximation of it, with the same bytes on every rank.
 
-    It runs on the communication thread, once per iteration.
+    It runs on the communication thread, once per bucket, which is once per iteration by default.
     """
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:

@@ -18,7 +18,7 @@ from _sections import sections
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipesgd import LocalSteps, Pipelined, UserInputError
+from pipesgd import LocalSteps, Pipelined, Updates, UserInputError, Windows
 from pipesgd.replicas import weights_sha256
 
 warnings.filterwarnings("ignore")  # Lightning's hints about workers and loggers
@@ -98,7 +98,7 @@ def on_device(batch: list[Tensor]) -> list[Tensor]:
 
 
 def fit(trainer_options: dict[str, Any], model: Regression | None = None, **fit_options: Any) -> Regression:
-    strategy = pipesgd_lightning.PipesgdStrategy(pipeline_options=LOCAL, **sections(**OPTIONS, **GROUP))
+    strategy = pipesgd_lightning.PipesgdStrategy(**sections(**OPTIONS, **GROUP, **LOCAL))
     trainer = pl.Trainer(**QUIET | RANKS | {"max_epochs": EPOCHS, "strategy": strategy} | trainer_options)
     model = model or Regression()
     trainer.fit(model, loader(), loader(), **fit_options)
@@ -145,7 +145,7 @@ def equal(scenario: str) -> dict[str, Any]:
         "bf16-mixed": {"precision": "bf16-mixed"},
         "16-mixed": {"plugins": [half], "gradient_clip_val": 0.3},  # a Trainer of precision="16-mixed" wants a GPU
     }
-    pipeline_options: dict[str, dict[str, Any]] = {
+    expected_options: dict[str, dict[str, Any]] = {
         "clip": {"clip_norm": 0.3},
         "clip itself": {"clip_norm": 0.3},
         "clip value": {"clip_value": 0.05},
@@ -157,10 +157,10 @@ def equal(scenario: str) -> dict[str, Any]:
     itself = None
     if scenario == "clip itself":
         itself = Clipping()
-        own = pipesgd_lightning.PipesgdStrategy(pipeline_options={"clip_norm": 0.3}, **sections(**OPTIONS))
+        own = pipesgd_lightning.PipesgdStrategy(**sections(**OPTIONS, clip_norm=0.3))
         trainer_options[scenario] = {"strategy": own}
     found = fit(trainer_options.get(scenario, {}) | {"enable_checkpointing": False}, itself)
-    expected = by_pipelined(**pipeline_options.get(scenario, {}))
+    expected = by_pipelined(**expected_options.get(scenario, {}))
     return {
         "found": weights_sha256(found.net),
         "expected": weights_sha256(expected.net),
@@ -223,9 +223,9 @@ def refused() -> dict[str, str]:
             super().__init__()
             self.net.append(nn.BatchNorm1d(1))
 
-    windows = pipesgd_lightning.PipesgdStrategy(pipeline_options={"local_steps": 2})
-    clipping = pipesgd_lightning.PipesgdStrategy(pipeline_options={"clip_norm": 1.0})
-    synchronous_windows = pipesgd_lightning.PipesgdStrategy(width=1, pipeline_options={"local_steps": 2})
+    windows = pipesgd_lightning.PipesgdStrategy(windows=Windows(local_steps=2))
+    clipping = pipesgd_lightning.PipesgdStrategy(updates=Updates(clip_norm=1.0))
+    synchronous_windows = pipesgd_lightning.PipesgdStrategy(width=1, windows=Windows(local_steps=2))
 
     def averaged(**trainer_options: Any) -> Regression:
         class Derived(pl.callbacks.EMAWeightAveraging):  # type: ignore[misc]
@@ -245,9 +245,7 @@ def refused() -> dict[str, str]:
         "average": averaged,
         "average of windows": lambda: averaged(strategy=synchronous_windows),
         "average of the last epochs": lambda: averaged(callbacks=[pl.callbacks.StochasticWeightAveraging(0.01)]),
-        "fabric's scaler": lambda: pipesgd_lightning.PipesgdFabricStrategy(
-            pipeline_options={"scaler": torch.amp.GradScaler("cpu")}
-        ),
+        "fabric's scaler": lambda: pipesgd_lightning.PipesgdFabricStrategy(scaler=torch.amp.GradScaler("cpu")),
         "fabric's two": lambda: fabric_loop(optimizers=2),
         "fabric's optimizer alone": lambda: make_fabric().setup_optimizers(
             Regression().configure_optimizers()["optimizer"]
@@ -270,7 +268,7 @@ def fabric_package() -> Any:
 
 def make_fabric() -> Any:
     options = LOCAL or {"clip_norm": 0.3}
-    strategy = pipesgd_lightning.PipesgdFabricStrategy(pipeline_options=options, **sections(**OPTIONS, **GROUP))
+    strategy = pipesgd_lightning.PipesgdFabricStrategy(**sections(**OPTIONS, **GROUP, **options))
     fabric = fabric_package().Fabric(**RANKS, strategy=strategy)
     fabric.launch()
     return fabric

@@ -34,7 +34,8 @@ SCHEDULE_FREE = (
 )
 IN_NO_SYNC = (
     "UserInputError: optimizer.step() must follow a backward pass outside of no_sync(), which hands over no "
-    "gradient (to step on each rank's own: attach(..., local_steps=H)); got a step without a new gradient"
+    "gradient (to step on each rank's own: attach(..., windows=Windows(local_steps=H))); got a step without a new "
+    "gradient"
 )
 WITH_A_HOOK = "UserInputError: ddp_model must have no communication hook; got one with fp16_compress_hook"
 
