@@ -41,7 +41,7 @@ def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
     for one in planned[-len(CODECS) :]:
         got = parse_training(one.words.split())
         assert (got.optimization.seed, got.pipeline.width) == (one.seed, 1)
-        assert got.compression.stochastic == (one.codec in ("int8 stochastic", "ternary", "qsgd"))
+        assert got.compression.described.stochastic == (one.codec in ("int8 stochastic", "ternary", "qsgd"))
         assert got.compression == parse_training(CODECS[one.codec].split()).compression
     quick = plan(["mlp"], ["fp32"], 1, quick=True)
     assert "--iterations 30" in quick[0].words

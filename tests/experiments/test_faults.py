@@ -159,7 +159,7 @@ def test_a_checkpoint_file_that_must_stay_may_move_but_not_go(stage: Stage) -> N
 
 def test_a_killed_rank_is_named_by_the_others() -> None:
     killed = next(one for one in SCENARIOS if one.id == "S1")
-    assert misses(killed, observe(killed, 60.0)) == []
+    assert misses(killed, observe(killed)) == []
 
 
 def test_a_fault_hits_the_rank_and_no_process_that_it_has_started(

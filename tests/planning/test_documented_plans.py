@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 QUESTION = re.compile(r"`timing-model (plan [^`|]+ --[^`|]+)`")
 OPTIONS = re.compile(r"--(?!accuracy-cost)[a-z-]+ [\w.]+(?: --[a-z-]+ [\w.]+)*")
 """Options in a sentence, one after the other."""
-CALL = re.compile(r"(?:pipesgd\.[\w.]+|DistributedDataParallel|model\.register_comm_hook)\(")
+CALL = re.compile(r"(?:pipesgd\.(?!Wire)[\w.]+|DistributedDataParallel|model\.register_comm_hook)\(")
 
 
 def asked_on_pages() -> Iterator[str]:
