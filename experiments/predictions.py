@@ -33,10 +33,6 @@ class Nesterov(Replayed):
         super().__init__(parameters, optimizer, clip)
         self._zeros = [torch.zeros_like(parameter.data) for parameter in parameters]
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(tensor.nbytes for tensor in self._zeros)
-
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         return self._zeros
 
@@ -47,10 +43,6 @@ class _Remembers(Prediction):
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, clip: Clipping):
         super().__init__(parameters, optimizer, clip)
         self._memory: list[Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(tensor.nbytes for tensor in self._memory)
 
     def _remember(self, tensors: Sequence[Tensor]) -> None:
         """Copy ``tensors`` over those remembered before."""

@@ -94,38 +94,39 @@ def parse_as(kind: type[C], command: str, argv: Sequence[str]) -> C:
     """
     if "--version" in argv:
         raise HelpRequested(version())
-    argv = _prepared(argv, kind().options())
+    defaults = kind()
+    argv = _prepared(argv, defaults.options())
     for name, everything in (("-h", False), ("--help", False), ("--help-all", True)):
         if name in argv:
             raise HelpRequested(_help(kind, command, everything=everything))
-    check_words(argv, sections_of(kind()), or_auto=AUTO_OPTIONS)
+    check_words(argv, sections_of(defaults), or_auto=AUTO_OPTIONS)
     out, err = io.StringIO(), io.StringIO()
     try:
         # tyro prints a box and exits, which every rank would do. Rank 0 should print one line instead.
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             read = tyro.cli(
-                _in_words(kind),
+                _in_words(defaults),
                 args=argv,
                 prog=_program(command),
                 config=TYRO,
             )
     except SystemExit:
         raise UserInputError(_one_line(err.getvalue() or out.getvalue())) from None
-    sections = {name: type(default)(**vars(getattr(read, name))) for name, default in vars(kind()).items()}
+    sections = {name: type(section)(**vars(getattr(read, name))) for name, section in vars(defaults).items()}
     config = kind(**sections)
     _check_digits(argv, config)
     return config
 
 
-def _in_words(kind: type[Config]) -> type[Any]:
-    """Return a dataclass like ``kind`` whose sections hold only what words can give, unchecked."""
+def _in_words(defaults: Config) -> type[Any]:
+    """Return a dataclass like that of ``defaults`` whose sections hold only what words can give, unchecked."""
     fields = []
-    for name, default in vars(kind()).items():
+    for name, default in vars(defaults).items():
         types = types_in_words(type(default))
         options = [(item.name, types[item.name], item) for item in map(copy.copy, dataclasses.fields(default))]
         section = dataclasses.make_dataclass(type(default).__name__, options, kw_only=True)
         fields.append((name, section, dataclasses.field(default_factory=section)))
-    return dataclasses.make_dataclass(kind.__name__, fields)
+    return dataclasses.make_dataclass(type(defaults).__name__, fields)
 
 
 class HelpRequested(Exception):  # noqa: N818 (a request, not an error)

@@ -95,8 +95,7 @@ class Wire:
                 f"got {self.connections}"
             )
         check_timeout(self.timeout)
-        rate, cut = self.rate, self.cut  # each of which may be none
-        del rate, cut
+        _ = self.rate, self.cut  # refused here, if there is no such rate or cut
         if name != "native":
             return
         if (self.connections, self.segment_bytes) != (1, SEGMENT_BYTES):

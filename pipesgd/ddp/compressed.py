@@ -24,7 +24,7 @@ from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memor
 from pipesgd.functions import OWN, kind
 from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import WHOLE, Layout, Outgoing
-from pipesgd.pipeline.sameness import check_same_settings, plain
+from pipesgd.pipeline.sameness import check_same_settings, plain, settings_of
 from pipesgd.ranks import current
 from pipesgd.rules import CODEC, check_rules, options_of_sections
 from pipesgd.sections import Wire, differing
@@ -99,13 +99,7 @@ class CompressedBuckets:
         self._waiting: dict[int, Tensor] = {}
         """Residuals of parameters, by their places, whose bucket has not been seen yet."""
         ranks = current(wire.timeout, process_group or ddp_model.process_group)
-        settings = {
-            **plain(wire),
-            "all_reduce": wire.all_reduce_name,
-            "timeout": None,
-            "seed": seed,
-        }  # timeouts may differ
-        check_same_settings(ranks, settings | plain(options.settings()), {})
+        check_same_settings(ranks, {**settings_of(wire), "seed": seed, **plain(options.settings())}, {})
         self.flight: Flight[None] = Flight(
             ranks, self._layout(range(len(self._parameters))), options, wire, seed=seed, skips=options.gives_back
         )

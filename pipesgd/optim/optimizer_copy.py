@@ -79,13 +79,6 @@ class OptimizerCopy:
                 group.update(copy.deepcopy(own_options, memo))
             _follow_attributes(original, copied, memo)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy's state."""
-        states = [values for _, copied in self._pairs for values in copied.state.values()]
-        tensors = (value for values in states if isinstance(values, dict) for value in values.values())
-        return sum(local(value).nbytes for value in tensors if isinstance(value, Tensor))
-
     def begin(self, lr: float) -> None:
         """Forget all state, as before the first step, and set this learning rate, since schedules may begin at 0."""
         for _, copied in self._pairs:

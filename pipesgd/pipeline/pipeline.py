@@ -28,7 +28,7 @@ from pipesgd.pipeline.in_flight import InFlight, Outgoing
 from pipesgd.pipeline.islands import island_of
 from pipesgd.pipeline.optimizer_state import share_rank_0s_state
 from pipesgd.pipeline.prediction import SwappedWeights, Unapplied
-from pipesgd.pipeline.sameness import check_compute_alike, check_same_training, plain
+from pipesgd.pipeline.sameness import check_compute_alike, check_same_training, plain, settings_of
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsiders, warn_of_write
 from pipesgd.pipeline.update import Guessed, Update, clipping_of
 from pipesgd.pipeline.width import make_width
@@ -123,9 +123,7 @@ class Pipeline:
         compared = {
             "width": width,
             **plain(updates),
-            **plain(wire),
-            "all_reduce": wire.all_reduce_name,
-            "timeout": None,  # may differ
+            **settings_of(wire),
             "scaler": plain(scaler.state_dict() if scaler is not None else {}),
             "buckets": cut.into,
             "reduce": plain(cut.exchanges.reduce),

@@ -92,11 +92,6 @@ class Agreement:
             # Written like this, cosines of exactly 1 leave it at exactly 1.
             self.cosine += (1 - AGREEMENT_DECAY) * (comparison.cosine - self.cosine)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return sum(tensor.nbytes for tensor in self.missed)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed to continue identically after a restart."""
         return {"cosine": self.cosine, "missed": [tensor.clone() for tensor in self.missed]}
@@ -160,11 +155,6 @@ class SwappedWeights:
     def are_valid(self) -> bool:
         """True if there are predicted weights, although the parameters may hold the true ones for the moment."""
         return self.are_predicted or self.hidden
-
-    @property
-    def nbytes(self) -> int:
-        """Memory in bytes, besides that of the true weights."""
-        return _nbytes(self.predicted)
 
     def begin(self, weights: Sequence[Tensor]) -> None:
         """Let the parameters hold a copy of ``weights``, to be changed into predicted weights."""
@@ -288,11 +278,6 @@ class Prediction(abc.ABC):
         """Change the ``mean`` of a gradient before it is applied, if needed; ``kept`` is what was kept of it."""
         return
 
-    @property
-    def nbytes(self) -> int:
-        """Memory held, in bytes, besides the true weights and what is kept of gradients in flight."""
-        return self.weights.nbytes
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed to predict identically after a restart, besides the gradients in flight."""
         return {}
@@ -335,10 +320,6 @@ class Replayed(Prediction, abc.ABC):
         finally:  # also when interrupted, and without a call: the next gradient would be added to a guess
             for parameter in self._parameters:
                 parameter.grad = None
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + _nbytes(self._gradients) + self._copy.nbytes
 
     @abc.abstractmethod
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
@@ -481,7 +462,3 @@ def _check_apart(parameters: Sequence[Tensor], kind: type[Prediction]) -> None:
 def _data(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the storage of each of ``parameters``, or of this rank's part of it."""
     return [local(parameter).data for parameter in parameters]
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

@@ -24,6 +24,7 @@ from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.islands import OF_WHOLE_MATRICES
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.sections import Wire
 from pipesgd.shards import layout, place
 
 CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
@@ -104,6 +105,11 @@ def describe_shares(model: nn.Module, parameters: Iterable[Tensor]) -> list[str]
 def describe_buffers(model: nn.Module) -> list[str]:
     """Return name, shape, dtype and memory order of each of the model's buffers."""
     return [_describe(name, buffer) for name, buffer in model.named_buffers()]
+
+
+def settings_of(wire: Wire) -> dict[str, Any]:
+    """Return the options of ``wire`` that must be the same on all ranks: all but the timeout."""
+    return {**plain(wire), "all_reduce": wire.all_reduce_name, "timeout": None}
 
 
 def plain(value: Any) -> Any:
