@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import REPOSITORY
+from torch.distributed.device_mesh import DeviceMesh
 
 import pipesgd
 import timing_model
@@ -43,6 +44,10 @@ PUT_BACK_SECONDS = 60.0
 
 FOREIGN = ("importlib.metadata", "os", "socket", "threading", "time", "torch", "torch.cuda", "torch.distributed")
 """Modules of others that cases change."""
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1)
+"""Signals that cases handle."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ _spaces: dict[str, list[Mapping[str, object]]] = {}
 
 
 def held() -> Callable[[], bool]:
-    """Return what tells whether names, handlers and threads are as they are now, and no other file is open."""
+    """Return what tells whether names, handlers and threads are as they are now, and no other file or mesh is there."""
     for name in sys.modules.keys() - _spaces.keys():
         module = sys.modules[name]
         ours = _is_ours(str(getattr(module, "__dict__", {}).get("__file__", "")))
@@ -156,6 +161,8 @@ def held() -> Callable[[], bool]:
 
     def are_held() -> bool:
         same = (_handlers(), threading.active_count()) == others and _open_files() <= files
+        # torch keeps meshes in its caches: later, equal ones would bring back the names of groups that are gone.
+        same = same and not any(type(one) is DeviceMesh for one in gc.get_objects())
         return same and all(before.items() <= space.items() for space, before in names)
 
     return are_held
@@ -191,10 +198,11 @@ def _open_files() -> set[str]:
 
 
 def _put_back() -> Callable[[], None]:
-    """Return what gives this process the environment, folder, paths, random numbers and defaults that it has now."""
+    """Return what gives this process the environment, paths, random numbers, threads and defaults that it has now."""
     environment, folder, path, words = dict(os.environ), Path.cwd(), list(sys.path), list(sys.argv)
     drawn, drawn_by_numpy, drawn_by_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     dtype, hook = torch.get_default_dtype(), sys.excepthook
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
 
     def put_back() -> None:
         os.environ.clear()
@@ -205,6 +213,8 @@ def _put_back() -> Callable[[], None]:
         np.random.set_state(drawn_by_numpy)
         torch.set_rng_state(drawn_by_torch)
         torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(grad)
         sys.excepthook = hook  # torch's process groups have one
         multiprocessing.current_process().daemon = True
 

@@ -11,8 +11,11 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from _pool import waiting
 from _ranks import RankFailed, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pipesgd import replicas
 from pipesgd.ranks import Ranks
@@ -32,9 +35,10 @@ def asked(question: str) -> list[int]:
     return []
 
 
-def _what_it_is(ranks: Ranks) -> tuple[int, float, float, str, int]:
+def _what_it_is(ranks: Ranks) -> tuple[int, float, float, str, int, int]:
     asked("again?").append(1)
-    return os.getpid(), random.random(), torch.rand(1).item(), os.environ.get("OF_A_CASE", ""), len(asked("again?"))
+    environment, threads = os.environ.get("OF_A_CASE", ""), torch.get_num_threads()
+    return os.getpid(), random.random(), torch.rand(1).item(), environment, threads, len(asked("again?"))
 
 
 def _changes_what_is_put_back(ranks: Ranks) -> int:
@@ -43,6 +47,8 @@ def _changes_what_is_put_back(ranks: Ranks) -> int:
     sys.path.insert(0, "/")
     torch.manual_seed(7)
     torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    torch.set_grad_enabled(False)
     return os.getpid()
 
 
@@ -65,6 +71,15 @@ def _leaves_a_thread_of_ours(ranks: Ranks) -> None:
     threading.Thread(target=time.sleep, args=(600,), daemon=True, name="pipesgd-communication").start()
 
 
+def _shards_a_tensor(ranks: Ranks, groups: int) -> int:
+    for _ in range(groups):
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    whole = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local()
+    assert whole.tolist() == [0.0, 1.0, 2.0, 3.0]
+    return os.getpid()
+
+
 def _fails_alone(ranks: Ranks) -> None:
     assert ranks.rank == 0
 
@@ -85,6 +100,11 @@ def _leaves_a_file_open(ranks: Ranks) -> int:
 def test_a_process_that_a_case_has_changed_ends_with_it(case: object) -> None:
     [changed] = run_ranks(1, case)
     assert run_ranks(1, _what_it_is)[0][0] != changed
+
+
+def test_no_process_that_has_used_a_mesh_meets_groups_of_other_names() -> None:
+    first = run_ranks(2, _shards_a_tensor, 3)
+    assert not set(first) & set(run_ranks(2, _shards_a_tensor, 0))
 
 
 def test_a_fresh_process_does_one_case() -> None:
