@@ -100,9 +100,9 @@ def plan(workloads: Sequence[str], seeds: int, *, quick: bool = False) -> list[P
         words = f"{workload.words} {how} --iterations {iterations} --seed {seed}"
         ways = [(SYNCHRONOUS, NO_LAYER, -1, "--width 1")]
         for number, layer in enumerate(names):
-            ways.append((ONWARDS, layer, number, f"--width 2 --late {','.join(names[number:])}"))
+            ways.append((ONWARDS, layer, number, f"--width 2 --synchronous-start 0 --late {','.join(names[number:])}"))
             if number + 1 < len(names):  # of the last layer, that would be the same
-                ways.append((ALONE, layer, number, f"--width 2 --late {layer}"))
+                ways.append((ALONE, layer, number, f"--width 2 --synchronous-start 0 --late {layer}"))
         for late, layer, number, of_way in ways:
             late_ones = {SYNCHRONOUS: [], ALONE: [layer], ONWARDS: names[number:]}[late]
             planned.append(

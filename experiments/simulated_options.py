@@ -17,7 +17,7 @@ OPTIMIZATION = (
     *("accumulation", "iterations", "seed"),
 )
 OF_WINDOWS = ("width", "local-steps", "fragments", "outer", "outer-lr", "outer-momentum", "moving-rate")
-OF_GRADIENTS = ("width", "warmup-iterations", "prediction", "guard")
+OF_GRADIENTS = ("width", "synchronous-start", "prediction", "guard")
 OTHERS = ("codec", "evaluate-iterations")
 
 

@@ -170,7 +170,7 @@ def _train(
         optimizer,
         world_size=world_size,
         width=pipeline.width,
-        warmup_iterations=config.updates.warmup_iterations,
+        synchronous_start=config.updates.synchronous_start,
         prediction=compared or config.updates.prediction,
         guard=config.updates.guard,
         clip_norm=config.updates.clip_norm,

@@ -12,7 +12,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ class SimulatedRanks:
         model: the module whose parameters ``optimizer`` updates, all of one dtype.
         optimizer: any ``torch.optim.Optimizer``.
         world_size: number of ranks.
-        width, warmup_iterations, prediction, guard, clip_norm, clip_value: as in ``Pipelined``.
+        width, synchronous_start, prediction, guard, clip_norm, clip_value: as in ``Pipelined``.
         codec: name of a codec that rounds to nearest.
         fragments: parts of the parameters, about equal in size, of which an iteration exchanges one, in turns. No other
             parameter may have a gradient then.
@@ -134,7 +134,7 @@ class SimulatedRanks:
         *,
         world_size: int,
         width: int = 2,
-        warmup_iterations: int = 0,
+        synchronous_start: int | Literal["auto"] = "auto",
         prediction: PredictionKind = "eager",
         guard: bool = False,
         clip_norm: float | None = None,
@@ -149,6 +149,7 @@ class SimulatedRanks:
         assert not fresh or clip_norm is None
         self.iteration = 0
         self._model = model
+        self._optimizer = optimizer
         self._world_size = world_size
         parameters = trainable_parameters(optimizer)
         late, in_time = ([one for one in parameters if (id(one) in fresh) == is_fresh] for is_fresh in (False, True))
@@ -159,7 +160,7 @@ class SimulatedRanks:
                 bucket_indices(model, own, str(fragments)),
                 world_size,
                 options,
-                make_width(own_width, warmup_iterations, guard=guard),
+                make_width(own_width, synchronous_start, guard=guard),
                 Updates(prediction=prediction, clip_norm=clip_norm, clip_value=clip_value),
             )
             for own, own_width in ((late, width), (in_time, 1))
@@ -195,7 +196,8 @@ class SimulatedRanks:
         self.iteration += iterations
         for one in self._exchanges:
             one.sum()
-            one.apply_until(one.update.width.after(self.iteration) - 1, self.iteration)
+            width = one.update.width.of(self.iteration - 1, self._optimizer.param_groups)
+            one.apply_until(width - 1, self.iteration)
         return results
 
     def flush(self) -> None:
@@ -249,6 +251,7 @@ class SimulatedLocalSteps(SimulatedRanks):
             outer_optimizer(parameters, outer, lr, outer_momentum, width=width),
             world_size=ranks,
             width=width,
+            synchronous_start=0,
             prediction=OwnMovement if elastic is None else elastic.prediction,
             **options,
         )

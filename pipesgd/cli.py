@@ -31,10 +31,11 @@ import tyro
 from pipesgd import __version__
 from pipesgd.checks import did_you_mean
 from pipesgd.codecs.flat import CompressionConfig
-from pipesgd.config import AUTO, AUTO_OPTIONS, TrainConfig, sections_of
+from pipesgd.config import AUTO_OPTIONS, TrainConfig, sections_of
 from pipesgd.errors import UserInputError
 from pipesgd.options import check_words, dashed, types_in_words
 from pipesgd.process import answer, own_rank
+from pipesgd.sections import AUTO
 
 CONFIG_HELP = """
 --config FILE reads options from a TOML file, one `name = value` a line, as --dry-run prints them;

@@ -31,7 +31,7 @@ from pipesgd.rules import (
     check_rules,
     options_of_sections,
 )
-from pipesgd.sections import DEFAULT_TIMEOUT, Updates, Windows, Wire, check_moving_rate
+from pipesgd.sections import AUTO, DEFAULT_TIMEOUT, Updates, Windows, Wire, check_moving_rate
 from timing_model.buckets import WHOLE
 
 TEXTS = ("python-stdlib", "text:PATH")
@@ -52,7 +52,6 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 DEVICES: tuple[str, ...] = get_args(DeviceName)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
-AUTO = "auto"
 AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets", "fragments")
 """Options that can be left to the timing model with the value ``AUTO``."""
 

@@ -16,6 +16,7 @@ from pipesgd.checks import one_of
 from pipesgd.codecs.options import NATIVE_CODECS
 from pipesgd.errors import UserInputError
 from pipesgd.pipeline_config import GRADIENT_SERVERS, SERVER_STRATEGIES
+from pipesgd.sections import AUTO
 from timing_model.buckets import WHOLE, Cut
 
 Options = Any
@@ -119,8 +120,9 @@ _NOT_LATE = " must be left out with --width 1, at which no gradient is late; got
 _IN_PARTS = " must be left out with --strategy {o.strategy}, whose servers see parts of a gradient; got "
 LATE: tuple[Rule, ...] = (
     (lambda o: o.guard, f"guard{_NOT_LATE}True"),
-    (lambda o: o.local_steps == 1 and o.warmup_iterations, f"warmup-iterations{_NOT_LATE}{{o.warmup_iterations}}"),
-)
+    (lambda o: o.local_steps == 1 and o.synchronous_start not in (AUTO, 0),
+     f"synchronous-start{_NOT_LATE}{{o.synchronous_start}}"),
+)  # fmt: skip
 """Options about late gradients, where the user has asked for width 1; windows have iterations that are not late."""
 
 TRAINING: tuple[Rule, ...] = (

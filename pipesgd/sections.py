@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pipesgd.checks import check_above_zero, check_at_least, check_timeout
+from pipesgd.checks import check_above_zero, check_at_least, check_timeout, did_you_mean
 from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, check_function, kind
 from pipesgd.options import check_values, option
@@ -30,6 +30,8 @@ PredictionKind = PredictionName | type[Any]
 OuterName = Literal["average", "nesterov", "elastic"]
 OnNonfinite = Literal["stop", "skip"]
 
+AUTO = "auto"
+"""Value of an option that is chosen by itself."""
 REDUCES = ("matrix", "rows", "factors")
 PREDICTIONS: tuple[str, ...] = get_args(PredictionName)
 OUTERS: tuple[str, ...] = get_args(OuterName)
@@ -154,8 +156,10 @@ class Updates:
     """Weight prediction, which puts an estimate in place of the gradients in flight: local (this rank's own gradients),
     eager (the same, corrected by their past errors and extrapolated further the less they agree with the means), or
     none. Width 1 needs none."""
-    warmup_iterations: int = option(0, at_least=0, read_by=PIPELINED)
-    """Iterations at the start of the run that use width 1; refused with --width 1, unless there are --local-steps."""
+    synchronous_start: int | Literal["auto"] = option(AUTO, read_by=PIPELINED)
+    """Iterations at the start of the run that use width 1: a number, or auto, as many as the learning rate rises in,
+    to 0.85 of its maximum if that is known. A rate that rises once an epoch only needs a number. With --local-steps,
+    auto is 0. A number is refused with --width 1, unless there are --local-steps."""
     guard: bool = option(False, read_by=PIPELINED)
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness. Width 1
     needs none."""
@@ -169,6 +173,18 @@ class Updates:
 
     def __post_init__(self) -> None:
         check_values(self)
+        start = self.synchronous_start
+        if isinstance(start, str) and start != AUTO:
+            raise UserInputError(
+                f"synchronous-start must be auto or a whole number; got {start!r}{did_you_mean(start, [AUTO])}"
+            )
+        if not isinstance(start, str):
+            check_at_least("synchronous-start", start, 0)
+
+    @property
+    def start_in_windows(self) -> int:
+        """Number of the first iterations that local steps exchange one by one: with auto none, as nobody asked."""
+        return 0 if self.synchronous_start == AUTO else int(self.synchronous_start)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Construction of the strategy that a configuration names. A run imports only its own strategy."""
+"""Construction of the strategy that a configuration names, and the length of its synchronous start.
+
+A run imports only its own strategy.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,18 @@ from torch import nn
 
 from pipesgd.config import TrainConfig
 from pipesgd.guests import guest
+from pipesgd.optim.build import build_schedule
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.pipeline.width import SynchronousStart
 from pipesgd.pipeline_config import SERVER_STRATEGIES
 from pipesgd.ranks import Ranks
+from pipesgd.sections import AUTO
 from pipesgd.strategy import Strategy
+
+MOST_TRIED = 10_000
+"""Most iterations of a schedule that are tried out for the length of a start; longer ones have its shape."""
 
 
 def make_strategy(
@@ -91,6 +100,29 @@ def make_pipeline(
         seed=config.optimization.seed,
         ranks=ranks,
     )
+
+
+def start_iterations(config: TrainConfig, iterations: int) -> int:
+    """Return how many of all ``iterations`` the synchronous start has.
+
+    Of more than ``MOST_TRIED`` iterations with a start that follows the learning rate, it is a close estimate.
+    """
+    if config.pipeline.strategy != "pipelined" or (config.pipeline.width == 1 and not config.in_windows):
+        return 0
+    if config.in_windows:
+        return min(config.updates.start_in_windows, iterations)
+    if config.updates.synchronous_start != AUTO:
+        return min(int(config.updates.synchronous_start), iterations)
+    tried = min(iterations, MOST_TRIED)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.optimization.lr)
+    schedule = build_schedule(config.optimization, optimizer, tried)
+    width = SynchronousStart(config.pipeline.width)
+    for iteration in range(tried):
+        if width.of(iteration, optimizer.param_groups) > 1:
+            return round(iteration * iterations / tried)
+        optimizer.step()  # torch warns of schedules that are ahead of their optimizer
+        schedule.step()
+    return iterations
 
 
 def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:

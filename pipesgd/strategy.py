@@ -66,6 +66,9 @@ class StepReport:
     """Quality of the prediction of the newest mean that arrived."""
     fell_back: bool = False
     """True if the guard has found that staleness hurts, so that a period at width 1 begins."""
+    width: int = 1
+    """Width at which the gradient handed over in this step is applied: 1 if that is in this step. With local steps it
+    is that of this iteration's window."""
     schedule_steps: int = 1
     """Number of steps that a learning-rate schedule must take now: one, unless other ranks' updates count too."""
 
@@ -90,6 +93,7 @@ class StepReport:
             gradient_norm=later.gradient_norm if later.applied else self.gradient_norm,
             comparison=later.comparison if later.applied or later.skipped else self.comparison,
             fell_back=self.fell_back or later.fell_back,
+            width=later.width,
         )
 
 

@@ -59,7 +59,7 @@ from pipesgd.run.files import write_text_atomically
 from pipesgd.run.folder_lock import FolderLock
 from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
-from pipesgd.run.metrics import History, IterationMetrics, MetricsLines, MetricsWriter, statistics, step_seconds
+from pipesgd.run.metrics import History, IterationMetrics, MetricsWriter, statistics, step_seconds
 from pipesgd.run.state import RunState
 from pipesgd.run.summary import Result, describe, measured_before, network_line, sum_of_finite, summarize
 from pipesgd.run.workload import agree_on_workload, check_exchange, load, reduce_of
@@ -339,7 +339,8 @@ class Run:
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
             if checkpoint_schedule.is_due(done, time.perf_counter() - self._last) or done == job.iterations:
                 self.save_checkpoint(done)
-            if drift and (line := drift.observe(iteration, metrics.seconds["iteration"], fell_back=metrics.fell_back)):
+            synchronous = metrics.width < config.pipeline.width
+            if drift and (line := drift.observe(metrics.seconds["iteration"], synchronous=synchronous)):
                 job.say(line)
             self._last = time.perf_counter()
         farewell.is_open = False
@@ -354,14 +355,11 @@ class Run:
 
     def _drift(self) -> Drift | None:
         """Return what compares the iterations of this attempt with the plan, on rank 0 of a run that has one."""
-        job, updates = self.job, self.job.config.updates
-        if job.planned is None or job.workers.rank > 0:
+        if self.job.planned is None or self.job.workers.rank > 0:
             return None
         from pipesgd.planning.drift import Drift
 
-        lines = MetricsLines(job.folder / output.METRICS_FILE) if updates.guard and self.start > 0 else ()
-        fell_back = [line["iteration"] for _, line in lines if line["fell_back"]]
-        return Drift(job.planned, warmup_iterations=updates.warmup_iterations, fell_back=fell_back)
+        return Drift(self.job.planned)
 
     def _iterate(self, iteration: int, samples: Batches) -> IterationMetrics:
         """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due."""
@@ -399,6 +397,7 @@ class Run:
             wire_bytes=step.wire_bytes,
             skipped=len(step.skipped),
             nonfinite_ranks=step.nonfinite_ranks,
+            width=step.width,
             fell_back=step.fell_back,
             prediction_cosine=step.comparison.cosine if step.comparison else None,
             prediction_error=step.comparison.relative_error if step.comparison else None,
@@ -517,7 +516,7 @@ class Run:
             if nothing_new:
                 summary |= measured_before(folder / output.SUMMARY_FILE, job.workers.world_size)
             if planned is not None:
-                own = self._history.known("iteration", start=config.updates.warmup_iterations)
+                own = self._history.known("iteration", start=planned.start)
                 measured = statistics(planned.windows(own.tolist()))["median"]
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):

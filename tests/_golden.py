@@ -48,6 +48,7 @@ CONFIGURATIONS = {
     "plain": Golden(""),
     "plain, resumed": Golden("", killed=True),
     "width 1": Golden("--width 1"),
+    "one cycle, whose start is synchronous, resumed": Golden("--schedule one-cycle", killed=True),
     "width 3, no prediction": Golden("--width 3 --prediction none"),
     "width 2, prediction local, nesterov, clipped": Golden("--prediction local --optimizer nesterov --clip-norm 1"),
     "int8, error feedback, small segments, two streams": Golden(

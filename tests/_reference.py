@@ -24,7 +24,7 @@ def pipe_sgd(
     batches: Sequence[Sequence[Any]],
     *,
     width: int,
-    warmup_iterations: int = 0,
+    synchronous_start: int = 0,
     prediction: str = "none",
     clip: Callable[[list[Tensor]], None] = lambda gradients: None,
     lr_of: Callable[[int], float] | None = None,
@@ -108,7 +108,7 @@ def pipe_sgd(
         )
         means.append([torch.stack(parts).mean(0) for parts in zip(*locals_[-1], strict=True)])
         losses.append([value.item() for value in values])
-        in_flight = 0 if iteration < warmup_iterations else width - 1
+        in_flight = 0 if iteration < synchronous_start else width - 1
         while applied <= iteration - in_flight:
             apply(applied)
             applied += 1
@@ -126,7 +126,7 @@ def local_steps(
     *,
     steps: int,
     width: int,
-    warmup_iterations: int = 0,
+    synchronous_start: int = 0,
     outer: Callable[[list[Tensor]], list[Tensor]] = lambda movement: movement,
     average_state: bool = False,
 ) -> list[list[float]]:
@@ -154,7 +154,7 @@ def local_steps(
 
     iteration = 0
     while iteration < len(batches):
-        length, in_flight = (1, 0) if iteration < warmup_iterations else (steps, width - 1)
+        length, in_flight = (1, 0) if iteration < synchronous_start else (steps, width - 1)
         window = batches[iteration : iteration + length]
         iteration += len(window)
         losses += [[] for _ in window]
@@ -285,7 +285,7 @@ def elastic_averaging(
     steps: int,
     width: int,
     moving_rate: float,
-    warmup_iterations: int = 0,
+    synchronous_start: int = 0,
 ) -> list[list[float]]:
     """Train ``model``, the centre, in place by EASGD, written from equations 5 and 6 of the paper; return losses.
 
@@ -305,7 +305,7 @@ def elastic_averaging(
 
     iteration = 0
     while iteration < len(batches):
-        length, in_flight = (1, 0) if iteration < warmup_iterations else (steps, width - 1)
+        length, in_flight = (1, 0) if iteration < synchronous_start else (steps, width - 1)
         window = batches[iteration : iteration + length]
         for of_ranks in window:
             losses.append([])

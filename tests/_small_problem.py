@@ -22,8 +22,9 @@ from pipesgd.replicas import weights_sha256
 Batch: TypeAlias = tuple[Tensor, Tensor]
 MakeOptimizer: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Case: TypeAlias = dict[str, Any]
-"""Parameters of a run: seed, sizes and iterations of the problem; optimizer, by name; width, warmup, prediction; clip
-and other options of ``Pipelined``, as dictionaries; and True in "scheduled" if the learning rate changes."""
+"""Parameters of a run: seed, sizes and iterations of the problem; optimizer, by name; width, synchronous start,
+prediction; clip and other options of ``Pipelined``, as dictionaries; and True in "scheduled" if the learning rate
+changes."""
 
 
 def small_problem(seed: int, sizes: list[int], iterations: int, world_size: int) -> tuple[nn.Module, list[list[Batch]]]:
@@ -100,7 +101,7 @@ def train_on_ranks(ranks: Ranks, case: Case, make_optimizer: MakeOptimizer) -> O
         width=case["width"],
         ranks=ranks,
         **sections(
-            warmup_iterations=case["warmup"],
+            synchronous_start=case["start"],
             prediction=COMPARED.get(case["prediction"], case["prediction"]),
             **case["clip"],
             **case["options"],
@@ -141,7 +142,7 @@ def assert_as_in_one_process(
             regress,
             batches,
             width=case["width"],
-            warmup_iterations=case["warmup"],
+            synchronous_start=case["start"],
             prediction=case["prediction"],
             clip=clip_by_torch(**case["clip"]),
             lr_of=falling_lr if case["scheduled"] else None,

@@ -125,7 +125,7 @@ OTHER_OPTIONS: list[dict[str, Any]] = [
     {"codec": Fp8()},
     {"width": 1, "buckets": 3},
     {"buckets": 2, "codec": "int4"},
-    {"width": 3, "warmup_iterations": 4, "codec": "int8"},
+    {"width": 3, "synchronous_start": 4, "codec": "int8"},
     {"connections": 2, "rate_limit": "800mbit"},
     {"local_steps": 4, "width": 1, "outer_lr": 1.0},
     {"local_steps": 2, "fragments": 2, "outer_lr": 0.5, "codec": "int4"},

@@ -195,8 +195,8 @@ OF_THE_COMMAND = [
     ("--cluster c.toml --strategy ps-sync", "strategy must be pipelined with --cluster; got ps-sync"),
     ("--width auto --strategy ddp", "strategy must be pipelined with --width auto; got ddp"),
     (
-        "--width 1 --warmup-iterations 5",
-        "warmup-iterations must be left out with --width 1, at which no gradient is late; got 5",
+        "--width 1 --synchronous-start 5",
+        "synchronous-start must be left out with --width 1, at which no gradient is late; got 5",
     ),
     ("--outer average --average-state", "width must be 1 with --average-state, whose averages are never late; got 2"),
     (

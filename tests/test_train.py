@@ -101,7 +101,7 @@ def model(num_classes):
     [
         "--width 2",
         "--width 2 --random-crop 2 --mirror",
-        "--width 3 --warmup-iterations 4 --optimizer adamw --schedule one-cycle",
+        "--width 3 --synchronous-start 4 --optimizer adamw --schedule one-cycle",
         "--width 3 --optimizer muon --schedule one-cycle",
         "--width 2 --codec int4",
         "--width 1 --buckets 3 --codec int4 --accumulation 2 --clip-norm 1 --check-replicas 1",

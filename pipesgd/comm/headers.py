@@ -10,8 +10,10 @@ from torch import Tensor
 from pipesgd.comm.transport import Pending, Transport
 from pipesgd.errors import CommunicationError, OutOfStepError
 
-CALLS = ("Pipelined", "step", "flush", "combine_buffers", "regroup", "close")
-"""Calls of a pipeline in which ranks meet, as error messages name them."""
+STEP, SYNCHRONOUS_STEP = "step", "synchronous step"
+CALLS = ("Pipelined", STEP, SYNCHRONOUS_STEP, "flush", "combine_buffers", "regroup", "close")
+"""Calls of a pipeline in which ranks meet, as error messages name them. In a synchronous step a pipeline of a larger
+width applies all gradients, for which all ranks must have the same reason."""
 
 DISTINCT_ITERATIONS = 1 << 20
 """Iterations after which tags repeat."""

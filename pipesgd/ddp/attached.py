@@ -140,7 +140,8 @@ class AttachedPipeline(OnPipeline):
        ``.grad``, where the loop clips or unscales it.
     2. ``optimizer.step``: before it, the parameters get the true weights, and the optimizer the options (learning rate,
        ...) with which the gradient was computed. While the pipeline fills, no gradient is due and nothing is updated.
-       After it, the parameters get the predicted weights.
+       After it, whatever else is due where a synchronous start begins is applied, and the parameters get the predicted
+       weights.
     3. A step that GradScaler leaves out changes nothing but the predicted weights.
 
     ``state_dict``, ``load_state_dict``, ``flush``, ``true_weights`` and ``close`` are those of ``Pipelined``; all but
@@ -188,6 +189,8 @@ class AttachedPipeline(OnPipeline):
         """Clipping that the loop has announced."""
         self._looks_for_changes = True
         """True until an update has looked whether the loop changes the mean otherwise than it has announced."""
+        self._looks_at_rates = True
+        """True until the loop has set learning rates between a backward pass and the step."""
         self._stepping_itself = False
         self._started = False
         self._optimizer = optimizer
@@ -236,16 +239,6 @@ class AttachedPipeline(OnPipeline):
         """Return the gradients in flight and the codec's state; see ``OnPipeline.state_dict``."""
         self._settle("state_dict")
         return super().state_dict()
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise what ``load_state_dict`` raises before it changes anything, also for too many gradients in flight."""
-        super().check_state(state)
-        in_flight, width = len(state["in_flight"]), self.pipeline.update.width.after(state["iteration"])
-        if in_flight >= width:  # each backward pass applies one, so that they would stay
-            raise UserInputError(
-                f"width must be at least {in_flight + 1}, for the gradients in flight in the state that is loaded; "
-                f"got {width}"
-            )
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Drop the iteration that was interrupted, if any, and continue from ``state``."""
@@ -308,9 +301,10 @@ class AttachedPipeline(OnPipeline):
         pack = Span("pack", iteration, begin, time.perf_counter())
         flight.ranks.enter("all-reduce", waiting=True)
         wire_bytes = flight.wire_bytes(departed, [0])
-        self._due = StepReport(wire_bytes=wire_bytes, spans=(pack,))
+        width = pipeline.width_now
+        self._due = StepReport(wire_bytes=wire_bytes, spans=(pack,), width=width)
         mean = None
-        if len(flight.in_flight) >= update.width.after(pipeline.iteration):
+        if len(flight.in_flight) >= width:
             gradient, report = flight.next_mean()
             with pipeline.whole(f"the update of iteration {gradient.iteration}"):
                 if report.applied:
@@ -318,7 +312,7 @@ class AttachedPipeline(OnPipeline):
                 self._hyperparameters = gradient.known.hyperparameters
                 mean = gradient.buffer if report.applied or self._scaler is not None else None
                 flight.land()
-            self._due = dataclasses.replace(report, wire_bytes=wire_bytes, spans=(pack, *report.spans))
+            self._due = dataclasses.replace(report, wire_bytes=wire_bytes, spans=(pack, *report.spans), width=width)
             pipeline.check_finite(report)
         flight.ranks.enter("compute")
         self._mean = mean
@@ -380,9 +374,25 @@ class AttachedPipeline(OnPipeline):
         now, in_flight = hyperparameters.current(self._optimizer), self.pipeline.flight.in_flight
         if in_flight and in_flight[-1].iteration == self.iteration - 1:
             newest = in_flight[-1]
+            self._warn_of_late_rates(newest.known.hyperparameters, now)
             in_flight[-1] = dataclasses.replace(newest, known=dataclasses.replace(newest.known, hyperparameters=now))
         else:
+            self._warn_of_late_rates(self._hyperparameters, now)
             self._hyperparameters = now
+
+    def _warn_of_late_rates(
+        self, before: hyperparameters.Hyperparameters, now: hyperparameters.Hyperparameters
+    ) -> None:
+        """Warn once if the loop sets learning rates where a synchronous start does not see them in time."""
+        if not (self._looks_at_rates and self.pipeline.update.width.follows_rates):
+            return
+        if [group.get("lr") for group in before] != [group.get("lr") for group in now]:
+            self._looks_at_rates = False
+            warn(
+                "learning rates must be set before backward() for a synchronous start that follows them; got others "
+                "before optimizer.step(): set them earlier, or give the number of its iterations by "
+                "attach(..., updates=Updates(synchronous_start=N))"
+            )
 
     def _warn_of_changes(self) -> None:
         """Warn once if the loop has changed the mean in ``.grad`` in a way that it has not announced."""
@@ -430,6 +440,7 @@ class AttachedPipeline(OnPipeline):
         try:
             weights.restore()
             with set_aside_gradients(self._optimizer):
+                self._catch_up()
                 self.pipeline.predict()
         except BaseException:
             weights.notices.end()  # an interruption may have left the weights half exchanged
@@ -437,6 +448,15 @@ class AttachedPipeline(OnPipeline):
             raise
         predict = Span("predict", self.iteration - 1, begin, time.perf_counter())
         self.report = dataclasses.replace(self.report, spans=(*self.report.spans, predict))
+
+    def _catch_up(self) -> None:
+        """Apply what else is due: the loop steps with one gradient an iteration, but where the width falls, two are."""
+        self._stepping_itself = True
+        try:
+            while len(self.pipeline.flight.in_flight) >= self.pipeline.width_now:
+                self.report = self.report.followed_by(self.pipeline.apply_oldest())
+        finally:
+            self._stepping_itself = False
 
     # ---- 3. a step that is left out
 
@@ -464,7 +484,7 @@ class AttachedPipeline(OnPipeline):
             return
         pipeline = self.pipeline
         # A signal's handler may call this in a backward pass, while a mean is still waited for.
-        waits = len(pipeline.flight.in_flight) >= pipeline.update.width.after(pipeline.iteration)
+        waits = len(pipeline.flight.in_flight) >= pipeline.width_now
         if self._due.applied or waits:
             raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
         self._finish_iteration()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
+from pipesgd.comm.headers import STEP
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import (
@@ -225,7 +226,7 @@ class Flight(Generic[Known]):
     def leave(self, outgoing: Outgoing, number: int) -> None:
         """Let a packed bucket leave that is not the last one."""
         self._add_carried(outgoing, number)
-        self.meet("step", outgoing.iteration, functools.partial(self._take_mean, outgoing, number))
+        self.meet(STEP, outgoing.iteration, functools.partial(self._take_mean, outgoing, number))
         self.left += 1
 
     def depart(
@@ -235,6 +236,8 @@ class Flight(Generic[Known]):
         known: Known,
         compare: Callable[[], Comparison | None],
         own: Sequence[Tensor] | None,
+        *,
+        call: str = STEP,
     ) -> InFlight[Known]:
         """Let the buckets of these ``numbers`` leave, the last ones of a gradient, all of which are packed.
 
@@ -244,6 +247,7 @@ class Flight(Generic[Known]):
             known: what the other half of the pipeline knows of the gradient.
             compare: function that compares the mean with what was expected of it; the communication thread calls it.
             own: this rank's own gradient if that is kept; else the communication thread looks if it is finite.
+            call: what this rank does, one of ``headers.CALLS``, which must be the same on all ranks.
         """
         *early, last = numbers
         for number in early:
@@ -251,7 +255,7 @@ class Flight(Generic[Known]):
         self._add_carried(outgoing, last)
         self.carried = ()
         take_last = functools.partial(self._take_last_mean, outgoing, last, compare)
-        reduction = self.meet("step", outgoing.iteration, take_last)
+        reduction = self.meet(call, outgoing.iteration, take_last)
         own_is_finite = outgoing.own_is_finite if own is None else functools.partial(are_finite, own)
         gradient = InFlight(outgoing.iteration, outgoing.buffer, known, own_is_finite, reduction)
         self.outgoing = None  # before it is in flight: no interruption may leave the buffer in two places
@@ -380,7 +384,7 @@ class Flight(Generic[Known]):
         buffer = FlatBuffer(tensors)
         buffer.fill_from(tensors)
         take_shares(buffer.flats, self.ranks.world_size)
-        self.sum_in("step", iteration)(buffer)
+        self.sum_in(STEP, iteration)(buffer)
         for flat in buffer.flats:
             take_mean(flat, self.ranks.world_size)
         finite = all_finite(buffer)

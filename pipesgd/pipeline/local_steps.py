@@ -163,8 +163,8 @@ class LocalSteps(OnPipeline):
         codec: encoding of movements, as in ``Pipelined``; with "elastic", one that keeps no residual.
         wire: how movements travel (``pipesgd.Wire``), without ``buckets`` and ``reduce``.
         updates: ``clip_norm`` and ``clip_value`` are about this rank's own gradient, ``on_nonfinite`` about that and
-            mean movements, and the first ``warmup_iterations`` are exchanged one by one, at width 1. ``prediction`` and
-            ``guard`` are left out.
+            mean movements. A number of ``synchronous_start`` is that of the first iterations, which are exchanged one
+            by one at width 1; "auto" is none. ``prediction`` and ``guard`` are left out.
         scaler: loss scaler for float16, of these local steps alone, as in ``Pipelined``; each rank's scale is its own.
         seed: seed of random numbers, as in ``Pipelined``.
         init_sync: whether all ranks get rank 0's parameters and buffers, as in ``Pipelined``.
@@ -217,7 +217,7 @@ class LocalSteps(OnPipeline):
         self._optimizer = optimizer
         self._local_steps = windows.local_steps
         self._fragments = fragments
-        self._warmup_iterations = updates.warmup_iterations
+        self._start = updates.start_in_windows
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=updates.on_nonfinite)
         check_parts(fragments, len(self._inner.parameters))
         if share_memory(self._inner.parameters):
@@ -261,7 +261,7 @@ class LocalSteps(OnPipeline):
                 wire=wire,
                 updates=Updates(
                     prediction=OwnMovement if elastic is None else elastic.prediction,
-                    warmup_iterations=updates.warmup_iterations,
+                    synchronous_start=self._start,
                     on_nonfinite=updates.on_nonfinite,
                 ),
                 seed=seed,
@@ -314,8 +314,8 @@ class LocalSteps(OnPipeline):
 
     def finish(self, report: StepReport) -> StepReport:
         """End the window, after an iteration of which ``report`` is, if it is long enough."""
-        if self.window.steps < (1 if self.iteration <= self._warmup_iterations else self._local_steps):
-            return report
+        if self.window.steps < (1 if self.iteration <= self._start else self._local_steps):
+            return dataclasses.replace(report, width=self.pipeline.width_now)
         return report.followed_by(self._exchange())
 
     def flush(self) -> StepReport:

@@ -16,6 +16,7 @@ from torch import Tensor
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
+from pipesgd.comm.headers import STEP, SYNCHRONOUS_STEP
 from pipesgd.comm.transport import Group, Mesh
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
 from pipesgd.flat_buffer import check_layouts, memory_layout
@@ -99,7 +100,7 @@ class Pipeline:
         self.update = Update(
             optimizer,
             cut.parameters,
-            make_width(width, updates.warmup_iterations, guard=updates.guard),
+            make_width(width, updates.synchronous_start, guard=updates.guard),
             updates,
             loss_scale=LossScale(scaler, cut.parameters) if enabled else None,
             whole=self.island,
@@ -108,6 +109,8 @@ class Pipeline:
         check_reducer(options, optimizer, cut.parameters, seed)
         self.iteration = 0
         """Number of iterations so far."""
+        self.width_now = width
+        """Width at which the newest gradient is applied."""
         self.error: BaseException | None = None
         """Error that the last step or flush raised, after which the gradients in flight are not waited for."""
         self.closed = False
@@ -257,7 +260,9 @@ class Pipeline:
         own = [one for one in outgoing.local if one is not None] if self.update.keeps_own else None
         outgoing.local = []
         compare = functools.partial(self.update.compare, outgoing.buffer.views, unapplied)
-        gradient = self.flight.depart(outgoing, numbers, unapplied, compare, own)
+        self.width_now = self.update.width.of(outgoing.iteration, self.optimizer.param_groups)
+        call = STEP if self.width_now == self.update.width.most else SYNCHRONOUS_STEP
+        gradient = self.flight.depart(outgoing, numbers, unapplied, compare, own, call=call)
         self.iteration = outgoing.iteration + 1
         return gradient
 
@@ -268,10 +273,10 @@ class Pipeline:
         """
         ranks = self.flight.ranks
         ranks.enter("all-reduce", waiting=True)
-        report = self.apply_until(self.update.width.after(self.iteration) - 1)
+        report = self.apply_until(self.width_now - 1)
         ranks.enter("compute")
         wire_bytes = report.wire_bytes + self.flight.wire_bytes(gradient, numbers)
-        return dataclasses.replace(report, spans=(*packs, *report.spans), wire_bytes=wire_bytes)
+        return dataclasses.replace(report, spans=(*packs, *report.spans), wire_bytes=wire_bytes, width=self.width_now)
 
     def apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""

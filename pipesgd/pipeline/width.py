@@ -1,13 +1,16 @@
 """Width of the next iteration, as an object with state that all ranks compute alike.
 
-It is fed only with what is the same on all ranks: the number of iterations, and the norms of means on which they agree.
+It is fed only with what is the same on all ranks: the number of iterations, the norms of means on which they agree, and
+learning rates. Rates are the user's, so ranks compare what follows from them, with the header of each gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pipesgd.sections import AUTO
 
 FACTOR = 5.0
 """Multiple of its running mean at which a norm is a blow-up: even the wildest synchronous training stays below 4."""
@@ -17,6 +20,12 @@ SETTLE = 20
 """Iterations until the running mean is meaningful."""
 SYNCHRONOUS_ITERATIONS = 100
 """Length of a fallback in iterations."""
+ARRIVED = 0.85
+"""Share of its maximum at which a learning rate has risen: a start until 0.86 lost nothing, one until 0.52 did."""
+
+
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
+"""Groups of parameters of an optimizer, with their options."""
 
 
 class Width:
@@ -32,8 +41,17 @@ class Width:
     def __init__(self, most: int):
         self.most = most
 
-    def after(self, iterations: int) -> int:
-        """Return the width at which gradients are applied after this number of iterations has been handed over."""
+    @property
+    def follows_rates(self) -> bool:
+        """True if the rates of the next gradient may change the width."""
+        return False
+
+    def of(self, iteration: int, groups: Groups) -> int:
+        """Return the width at which the gradient of this iteration is applied.
+
+        It is called once for each, in order, when the gradient departs. ``groups`` are the optimizer's groups of
+        parameters, with the options under which it was computed.
+        """
         return self.most
 
     def observe(self, norm: float, iteration: int) -> bool:
@@ -48,21 +66,77 @@ class Width:
         """Continue from a ``state_dict``, also of a width without or with other changes."""
 
 
-class WarmedUp(Width):
-    """Width 1 in the first iterations, and then that of another object.
+class FixedStart(Width):
+    """Width 1 in the first iterations, and then the same one.
 
     Args:
-        width: the width after them.
+        most: the width after them.
         iterations: number of the first iterations.
     """
 
-    def __init__(self, width: Width, iterations: int):
-        super().__init__(width.most)
-        self._width = width
+    def __init__(self, most: int, iterations: int):
+        super().__init__(most)
         self._iterations = iterations
 
-    def after(self, iterations: int) -> int:
-        return 1 if iterations <= self._iterations else self._width.after(iterations)
+    def of(self, iteration: int, groups: Groups) -> int:
+        return 1 if iteration < self._iterations else self.most
+
+
+class SynchronousStart(Width):
+    """Width 1 while the learning rate rises at the start of a training, and then the same one.
+
+    Late gradients cost accuracy while the rate rises, and little later (experiments/LOG.md). The first gradient is
+    late unless its rate is known to rise: a group of the optimizer has a ``max_lr`` above its ``lr``, or an ``lr``
+    below its ``initial_lr``, as torch's schedules leave them. If the second one's rate is above the first one's, the
+    start begins there: nothing changes for a rate that does not rise.
+
+    The start ends with the first gradient of which every rate that has risen since the one before is at least
+    ``ARRIVED`` of its group's ``max_lr``, where there is one. A later rise does not return to it.
+
+    Args:
+        most: the width after the start.
+    """
+
+    def __init__(self, most: int):
+        super().__init__(most)
+        self._rates: list[float] = []
+        """Rates of the gradient before; empty if there was none."""
+        self._synchronous = False
+        self._over = False
+
+    @property
+    def follows_rates(self) -> bool:
+        return not self._over
+
+    def of(self, iteration: int, groups: Groups) -> int:
+        if self._over:
+            return self.most
+        rates, before = [float(group["lr"]) for group in groups], self._rates
+        rises = [_is_to_rise(group) for group in groups]
+        if before:
+            # A group that was added later has no rate before.
+            rises = [rate > earlier for rate, earlier in zip(rates, before, strict=False)]
+        self._synchronous = any(
+            rise and rate < ARRIVED * float(group.get("max_lr", math.inf))
+            for rise, rate, group in zip(rises, rates, groups, strict=False)
+        )
+        self._over = bool(before) and not self._synchronous
+        self._rates = rates
+        return 1 if self._synchronous else self.most
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rates of the newest gradient, and how far the start has come."""
+        return {"rates": list(self._rates), "synchronous": self._synchronous, "over": self._over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "over" in state:  # else it is of a width without such a start
+            self._rates = list(state["rates"])
+            self._synchronous, self._over = state["synchronous"], state["over"]
+
+
+def _is_to_rise(group: Mapping[str, Any]) -> bool:
+    rate = float(group["lr"])
+    return rate < float(group.get("max_lr", rate)) or rate < float(group.get("initial_lr", rate))
 
 
 class Guarded(Width):
@@ -82,8 +156,9 @@ class Guarded(Width):
         self._seen = 0
         self._synchronous_until = 0
 
-    def after(self, iterations: int) -> int:
-        return 1 if iterations < self._synchronous_until else self._width.after(iterations)
+    def of(self, iteration: int, groups: Groups) -> int:
+        width = self._width.of(iteration, groups)  # in a fallback, too: it follows all rates
+        return 1 if iteration + 1 < self._synchronous_until else width
 
     def observe(self, norm: float, iteration: int) -> bool:
         """Note the ``norm`` of a mean applied in ``iteration``; return True if a fallback begins with it.
@@ -105,17 +180,20 @@ class Guarded(Width):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running mean, the number of norms in it, and the end of the fallback."""
-        return {"mean": self._mean, "seen": self._seen, "synchronous_until": self._synchronous_until}
+        own = {"mean": self._mean, "seen": self._seen, "synchronous_until": self._synchronous_until}
+        return own | self._width.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:  # else it is of a width without a guard
+        self._width.load_state_dict(state)
+        if "mean" in state:  # else it is of a width without a guard
             self._mean, self._seen = state["mean"], state["seen"]
             self._synchronous_until = state["synchronous_until"]
 
 
-def make_width(width: int, warmup_iterations: int = 0, *, guard: bool = False) -> Width:
+def make_width(width: int, synchronous_start: int | str = AUTO, *, guard: bool = False) -> Width:
     """Return the width of a pipeline of width K, with what its options ask for."""
-    made = Width(width)
-    if warmup_iterations:
-        made = WarmedUp(made, warmup_iterations)
+    if synchronous_start == AUTO:
+        made = SynchronousStart(width) if width > 1 else Width(width)
+    else:
+        made = FixedStart(width, int(synchronous_start)) if synchronous_start else Width(width)
     return Guarded(made) if guard else made

@@ -111,6 +111,7 @@ def heard(planned: Planned, paces: Sequence[Pace]) -> Planned:
     """Return the plan after an audition of its candidates: with the winner, and what was measured of it."""
     best = best_of(planned.candidates, paces)
     low, high = paces[best].interval
+    start = 0 if planned.candidates[best]["width"] == 1 else planned.start
     return dataclasses.replace(
         planned,
         choices=planned.candidates[best],
@@ -119,7 +120,8 @@ def heard(planned: Planned, paces: Sequence[Pace]) -> Planned:
         low=low,
         high=high,
         median_share=paces[best].median / paces[best].mean,
-        job_seconds=paces[best].mean * planned.iterations,
+        job_seconds=paces[best].mean * (planned.iterations - start) + planned.start_seconds * start,
+        start=start,
         support=MEASURED,
         reasons=[],
     )
@@ -150,7 +152,7 @@ def audition(
 
     def make(number: int, own: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Pipelined:
         chosen = config.with_choices({name: candidates[number][name] for name in config.planning.auto})
-        settled = chosen.with_options(warmup_iterations=0, guard=False)
+        settled = chosen.with_options(synchronous_start=0, guard=False)
         return make_pipeline(settled, own, optimizer, scaler, ranks, reduce)
 
     modes, begin = list(map(_mode, candidates)), time.perf_counter()

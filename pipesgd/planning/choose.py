@@ -15,6 +15,7 @@ from pipesgd.codecs.flat import CompressionConfig
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.planning.planned import Choices, Planned, choices_of
+from pipesgd.strategies import start_iterations
 from timing_model.advice import advice, reason
 from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simplicity
 from timing_model.cluster_profile import Profile
@@ -145,6 +146,11 @@ def decide(
     if unmodelled:
         support = EXTRAPOLATED if support == INTERPOLATED else support
         reasons += unmodelled
+    total, start_seconds = answer.total, 0.0
+    if start := start_iterations(config.with_choices(decided.choices), iterations):
+        synchronous = predict(answer.job.changed(width=1, local_steps=1), extrapolate=True)
+        start_seconds = synchronous.iteration.total
+        total = start * start_seconds + (iterations - start) * answer.total / iterations
     return Planned(
         asked=list(config.planning.auto),
         choices=decided.choices,
@@ -152,11 +158,13 @@ def decide(
         iteration_seconds=answer.iteration.total,
         low=answer.low,
         high=answer.high,
-        job_seconds=answer.total,
+        job_seconds=total,
         support=support,
         reasons=reasons,
         why=decided.why,
         iterations=iterations,
+        start=start,
+        start_seconds=start_seconds,
         median_share=median_share(answer.job),
         window=config.windows.local_steps * decided.choices["fragments"],
         candidates=[choices_in(job) for job in decided.candidates],

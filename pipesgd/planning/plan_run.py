@@ -18,6 +18,7 @@ from pipesgd.errors import CheckpointError, UserInputError, warn
 from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say, say_sentences
+from pipesgd.sections import AUTO
 
 if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
@@ -65,7 +66,8 @@ def plan_run(
         CommunicationError: a rank was lost while measuring.
     """
     path, asked = config.planning.cluster, config.planning.auto
-    late = {"guard": config.updates.guard, "warmup-iterations": config.updates.warmup_iterations}
+    asks_for_a_start = config.updates.synchronous_start not in (AUTO, 0)
+    late = {"guard": config.updates.guard, "synchronous-start": asks_for_a_start}
     if "width" in asked and (used := [f"--{name}" for name, value in late.items() if value]):
         say(console, f"{' and '.join(used)} count at widths above 1 alone, since at width 1 no gradient is late")
     given = share_cluster(path, ranks, console)

@@ -43,6 +43,10 @@ class Planned:
     """Number of iterations of the job."""
     median_share: float = 1.0
     """Median of a window over its mean: below 1 where a few are long."""
+    start: int = 0
+    """First iterations, which are synchronous, in a pipeline that later is not."""
+    start_seconds: float = 0.0
+    """Predicted seconds of one of these."""
     window: int = 1
     """Iterations whose mean is compared with the prediction: those of a window of local steps, or, with fragments, of
     the windows in which each has a turn."""
@@ -69,8 +73,12 @@ class Planned:
         return [
             *self.why,
             f"{self._how} by {self.source}: {interval} an iteration, {format_seconds(self.job_seconds)} for all "
-            f"{self.iterations}{far}",
+            f"{self.iterations}{self._synchronous}{far}",
         ]
+
+    @property
+    def _synchronous(self) -> str:
+        return f", the first {self.start} of them synchronous" if self.start else ""
 
     @property
     def _how(self) -> str:

@@ -143,6 +143,20 @@ class ProgressBar:
         return ", ".join(figures)
 
 
+def late_line(late: int, iterations: int, start: int) -> str:
+    """Say how many of all ``iterations`` were late, in a run whose first ``start`` ones were to be synchronous.
+
+    >>> late_line(late=3, iterations=5, start=2)
+    '3 of 5 iterations; the first 2 were synchronous'
+    >>> late_line(late=0, iterations=2, start=4)
+    'none: the run ended in its synchronous start'
+    """
+    if not late and start >= iterations:
+        return "none: the run ended in its synchronous start"
+    first = f"; the first {start} were synchronous" if start else ""
+    return f"{late} of {iterations} iterations{first}"
+
+
 def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Path]) -> None:
     """Print the closing table, and the files that were ``written``."""
     table = Table(title=None, show_header=False, box=None, pad_edge=False)
@@ -150,6 +164,9 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     ranks = summary["world_size"]
     table.add_row("trained", f"{summary['iterations']} iterations on {ranks} rank{'s' if ranks > 1 else ''}")
     table.add_row("wall clock", f"{summary['wall_seconds']:.1f} s")
+    if summary["late_iterations"] is not None:
+        late = late_line(summary["late_iterations"], summary["iterations"], summary["synchronous_start"])
+        table.add_row("late gradients", late)
     left_out = f", without {final['train_losses_left_out']} not finite" if final["train_losses_left_out"] else ""
     train_loss = "not finite" if final["train_loss"] is None else f"{final['train_loss']:.4f}{left_out}"
     table.add_row("loss, last epoch", train_loss)

@@ -48,6 +48,8 @@ class IterationMetrics:
     """Updates left out because their gradient was not finite."""
     nonfinite_ranks: tuple[int, ...] = ()
     """Ranks whose own gradients were not finite in the skipped updates."""
+    width: int = 1
+    """Width at which this iteration's gradient was applied: less than --width where it is synchronous."""
     fell_back: bool = False
     """True if the guard has found that staleness hurts, so that a period at width 1 begins."""
     prediction_cosine: float | None = None
@@ -96,7 +98,7 @@ def slowest_rank(compute: Sequence[float | None], iteration: float) -> tuple[int
 class History:
     """Numbers of a run's iterations that its summary needs: some bytes for each, since a run may take days."""
 
-    COUNTS = ("wire_bytes", "skipped")
+    COUNTS = ("wire_bytes", "skipped", "width")
 
     def __init__(self) -> None:
         self._columns = {name: array("d") for name in (*SECONDS, *self.COUNTS)}
@@ -154,7 +156,7 @@ class MetricsWriter:
                 dropped += 1
                 continue
             kept += 1
-            self.history.put(line["iteration"], line["seconds"], line["wire_bytes"], line["skipped"])
+            self.history.put(line["iteration"], line["seconds"], *(line[name] for name in History.COUNTS))
             if file is not None:
                 file.write(text + b"\n")
         if file is not None and (not lines.whole or (dropped and not kept)):
@@ -162,7 +164,8 @@ class MetricsWriter:
             warn(f"{path} {why}; it is kept as {_keep_aside(path).name}")
 
     def record(self, metrics: IterationMetrics) -> None:
-        self.history.put(metrics.iteration, metrics.seconds, metrics.wire_bytes, metrics.skipped)
+        counts = (getattr(metrics, name) for name in History.COUNTS)
+        self.history.put(metrics.iteration, metrics.seconds, *counts)
         # JSON has no NaN: a loss that is not finite is written as null.
         losses = {"loss": metrics.loss, "test_loss": metrics.test_loss}
         finite = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}

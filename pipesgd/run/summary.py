@@ -19,6 +19,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.ranks import HOW_TO_START, Ranks
 from pipesgd.run.loading_time import ExposedLoading
 from pipesgd.run.metrics import SECONDS, History, statistics
+from pipesgd.strategies import start_iterations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, *, total: int,
         f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {workers} "
         f"rank{'s' if workers > 1 else ''} x {config.samples()} samples, {config.describe()}"
     )
+    if synchronous := start_iterations(config, total):
+        text += f", the first {synchronous} of {total} iterations synchronous"
     if not ranks.by_torchrun:
         text += f"\nnot started by torchrun, so there is one rank; for four: {HOW_TO_START}"
     if config.run.resume or ranks.restart_count or start:
@@ -130,6 +133,8 @@ def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: Histor
         "codec": config.compression.codec if pipelined else None,
         "all_reduce": config.wire.all_reduce if pipelined else None,
         "prediction": prediction if pipelined and pipeline.width > 1 else "none",
+        "late_iterations": int((history.known("width") > 1).sum()) if pipelined and pipeline.width > 1 else None,
+        "synchronous_start": start_iterations(config, result.iterations) if pipelined else None,
         "local_steps": windows.local_steps if pipeline.strategy in ("pipelined", "easgd-async") else None,
         "iterations": result.iterations,
         "wall_seconds": result.wall_seconds,

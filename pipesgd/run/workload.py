@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from pipesgd.comm.connections import check_block
 from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
-from pipesgd.config import AUTO, TrainConfig, dataset_kind
+from pipesgd.config import TrainConfig, dataset_kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
 from pipesgd.data.augmentation import Augmentation
 from pipesgd.data.losses import Loss
@@ -24,7 +24,7 @@ from pipesgd.pipeline.exchanges import Exchanges, Reduce
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import check_eligible, compiled_codec
-from pipesgd.sections import check_parts
+from pipesgd.sections import AUTO, check_parts
 from timing_model.buckets import WHOLE
 
 TRIED = 2

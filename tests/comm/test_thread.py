@@ -116,6 +116,7 @@ def _step_until_failure(ranks: Ranks, all_reduce: str, leaves: bool) -> Any:
             if ranks.rank == 2 and iteration == 2:
                 if not leaves:
                     ranks.all_gather_object("the others' failure", None)
+                pipeline.pipeline.flight.wait_until_summed()  # else the others may still wait for iteration 1
                 pipeline.fail(OSError("this rank has had enough"))
                 pipeline.close()
                 return None

@@ -26,7 +26,7 @@ FOLLOWED = {
         for name, value in {
             "optimizer": "adam", "lr": "0.1", "momentum": "0.5", "weight-decay": "0.1", "lr-scaling": "linear",
             "schedule": "cosine", "clip-norm": "0.1", "clip-value": "0.001", "accumulation": "2", "seed": "1",
-            "width": "1", "warmup-iterations": "3", "prediction": "none", "codec": "int4", "batch-size": "16",
+            "width": "1", "synchronous-start": "3", "prediction": "none", "codec": "int4", "batch-size": "16",
             "iterations": "5", "model": "convnet", "hidden-sizes": "8", "evaluate-iterations": "2",
         }.items()
     },

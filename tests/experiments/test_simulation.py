@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "synchronous": {"width": 1},
     "local": {"width": 2, "prediction": "local"},
     "eager": {"width": 3, "prediction": "eager"},
-    "local, width 3, warm-up, clipped": {"width": 3, "warmup_iterations": 3, "clip_norm": 0.5},
+    "local, width 3, warm-up, clipped": {"width": 3, "synchronous_start": 3, "clip_norm": 0.5},
     "previous": {"prediction": COMPARED["previous"]},
     "nesterov": {"prediction": COMPARED["nesterov"], "width": 3},
     "spectrain": {"prediction": COMPARED["spectrain"]},

@@ -51,7 +51,7 @@ def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
         config = parse_training(arguments)
         assert config.optimization.lr == one.lr
         assert config.pipeline.width == (1 if one.method == "sync" else 3 if "width 3" in one.method else 2)
-        assert (config.updates.warmup_iterations > 0) == (one.method == "stale, warm-up")
+        assert (config.updates.synchronous_start > 0) == (one.method == "stale, warm-up")
 
 
 def test_what_is_not_said_is_what_the_workload_and_the_method_are_tried_with() -> None:

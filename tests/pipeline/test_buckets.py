@@ -265,7 +265,7 @@ WAYS: list[dict[str, Any]] = [
     {"width": 1, "clip_norm": 0.05, "on_nonfinite": "skip"},
     {"width": 1, "accumulation": 3, "scaler": True},
     {"width": 2, "scaler": True},
-    {"width": 2, "prediction": "none", "warmup_iterations": 2, "guard": True},
+    {"width": 2, "prediction": "none", "synchronous_start": 2, "guard": True},
     {"width": 3, "prediction": "local", "clip_value": 0.01},
 ]
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 def test_norms_within_the_factor_are_nothing(norms: list[float]) -> None:
     guard = make_width(2, guard=True)
     assert not any(guard.observe(norm, iteration) for iteration, norm in enumerate(norms))
-    assert {guard.after(iteration) for iteration in range(len(norms) + 1)} == {2}
+    assert all(guard.of(iteration, []) == 2 for iteration in range(len(norms)))
 
 
 def test_a_blow_up_begins_a_time_at_width_1_which_ends() -> None:
@@ -34,8 +34,8 @@ def test_a_blow_up_begins_a_time_at_width_1_which_ends() -> None:
     mean = guard.state_dict()["mean"]
     assert guard.observe(FACTOR * mean * 1.01, SETTLE)
     assert not guard.observe(float("nan"), SETTLE + 1), "one fallback, not two"
-    assert guard.after(SETTLE + SYNCHRONOUS_ITERATIONS - 1) == 1
-    assert guard.after(SETTLE + SYNCHRONOUS_ITERATIONS) == 2
+    assert guard.of(SETTLE + SYNCHRONOUS_ITERATIONS - 2, []) == 1
+    assert guard.of(SETTLE + SYNCHRONOUS_ITERATIONS - 1, []) == 2
     other = make_width(2, guard=True)
     other.load_state_dict(guard.state_dict())
     assert other.observe(FACTOR * mean * 1.01, SETTLE + SYNCHRONOUS_ITERATIONS)

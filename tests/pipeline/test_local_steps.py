@@ -66,7 +66,7 @@ CASES: list[dict[str, Any]] = [
     *({"local_steps": steps, "width": width} for steps in (1, 4) for width in (1, 2)),
     {"local_steps": 3, "width": 3},
     {"local_steps": 20, "width": 2},
-    {"local_steps": 3, "width": 2, "warmup_iterations": 4},
+    {"local_steps": 3, "width": 2, "synchronous_start": 4},
 ]
 
 
@@ -180,7 +180,7 @@ ELASTIC: list[dict[str, Any]] = [
     {"local_steps": 1, "width": 1, "moving_rate": 0.25},
     {"local_steps": 4, "width": 1, "moving_rate": 0.3},
     {"local_steps": 3, "width": 2},
-    {"local_steps": 3, "width": 3, "warmup_iterations": 4},
+    {"local_steps": 3, "width": 3, "synchronous_start": 4},
 ]
 
 

@@ -139,7 +139,7 @@ CASES = st.fixed_dictionaries(
         "sizes": st.lists(st.integers(1, 6), min_size=2, max_size=4),
         "iterations": st.integers(1, 7),
         "width": st.integers(1, 5),
-        "warmup": st.integers(0, 4),
+        "start": st.integers(0, 4),
         "prediction": st.just("none"),
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
         "clip": st.just({}),
@@ -159,7 +159,7 @@ CASES = st.fixed_dictionaries(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @settings(max_examples=2)  # hypothesis begins with the simplest of all
 @given(cases=st.lists(CASES, min_size=12, max_size=12))
-def test_any_width_warmup_optimizer_and_schedule_is_the_recursion(world_size: int, cases: list[Case]) -> None:
+def test_any_width_start_optimizer_and_schedule_is_the_recursion(world_size: int, cases: list[Case]) -> None:
     outcomes = run_ranks(world_size, _train_small, cases)
     assert_as_in_one_process(outcomes, cases, OPTIMIZERS, rtol=1e-9)
 
@@ -419,7 +419,7 @@ def test_without_torchrun_one_rank_trains_alone() -> None:
     [
         ({"width": 0}, "width must be at least 1; got 0"),
         ({"width": 65}, "width must be at most 64"),
-        ({"warmup_iterations": -1}, "warmup-iterations must be at least 0; got -1"),
+        ({"synchronous_start": -1}, "synchronous-start must be at least 0; got -1"),
         ({"all_reduce": "rign"}, "did you mean ring"),
         ({"on_nonfinite": "ignore"}, "on-nonfinite must be stop or skip; got 'ignore'"),
         ({"timeout": 0}, "timeout must be from 0.1 to 1,000,000 seconds; got 0"),

@@ -179,7 +179,7 @@ CASES = st.fixed_dictionaries(
         "sizes": st.lists(st.integers(1, 6), min_size=2, max_size=4),
         "iterations": st.integers(1, 8),
         "width": st.integers(1, 4),
-        "warmup": st.integers(0, 4),
+        "start": st.integers(0, 4),
         "prediction": st.sampled_from((*PREDICTIONS, *COMPARED)),
         "optimizer": st.sampled_from(["sgd", "momentum", "nesterov, foreach", "adam", "adagrad"]),
         "clip": st.sampled_from(list(IN_MIND.values())),

@@ -28,7 +28,7 @@ PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
         "codec's density must be the same on all ranks; got 0.1 on rank 0, 0.2 on rank 1",
     ),
     "width": (({"width": 2}, {"width": 3}), "width must be the same on all ranks; got 2 on rank 0, 3 on rank 1"),
-    "warm-up": (({}, {"warmup_iterations": 3}), "warmup_iterations must"),
+    "warm-up": (({}, {"synchronous_start": 3}), "synchronous_start must"),
     "prediction": (({}, {"prediction": "none"}), "prediction must"),
     "guard": (({}, {"guard": True}), "guard must"),
     "clip_norm": (({"clip_norm": 0.01}, {"clip_norm": 0.02}), "got 0.01 on rank 0, 0.02 on rank 1"),

@@ -154,7 +154,7 @@ def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_
 
 def test_iterations_of_a_warm_up_are_not_compared_with_the_prediction(tmp_path: Path) -> None:
     cluster(SLOW, SMALL).save(path := tmp_path / "slow.toml")
-    result, _ = succeed(2, f"{SHORT} --width 2 --warmup-iterations 8 --cluster {path}", tmp_path / "run")
+    result, _ = succeed(2, f"{SHORT} --width 2 --synchronous-start 8 --cluster {path}", tmp_path / "run")
     seconds = [line["seconds"]["iteration"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert result["planned"]["measured_seconds"] == statistics(seconds[8:])["median"]
 
@@ -224,8 +224,8 @@ def test_a_chosen_width_of_1_goes_with_options_about_late_gradients_and_the_run_
     words = f"{SHORT} --width auto --cluster {tmp_path / 'cluster.toml'}"
     plain, text = succeed(2, words, tmp_path / "plain")
     assert (plain["width"], "count at widths" in text) == (1, False)
-    result, text = succeed(2, f"{words} --guard --warmup-iterations 3", tmp_path / "late")
-    assert "--guard and --warmup-iterations count at widths above 1 alone, since at width 1 no gradient is" in text
+    result, text = succeed(2, f"{words} --guard --synchronous-start 3", tmp_path / "late")
+    assert "--guard and --synchronous-start count at widths above 1 alone, since at width 1 no gradient is" in text
     assert (result["width"], result["weights_sha256"]) == (1, plain["weights_sha256"])
 
 
