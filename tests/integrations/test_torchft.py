@@ -10,7 +10,6 @@ from _runs import run_scenario
 
 from experiments.results import REPOSITORY
 
-
 pytestmark = pytest.mark.slow
 
 
