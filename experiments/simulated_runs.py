@@ -175,7 +175,8 @@ def _train(
         guard=config.updates.guard,
         clip_norm=config.updates.clip_norm,
         clip_value=config.updates.clip_value,
-        codec=config.compression.codec,
+        codec=config.compression.chosen(),
+        seed=config.optimization.seed,
         fresh=() if late is None else not_in(late, model),
     )
     for of_ranks in batches:
@@ -205,7 +206,8 @@ def _train_by_windows(
         width=pipeline.width,
         clip_norm=config.updates.clip_norm,
         clip_value=config.updates.clip_value,
-        codec=config.compression.codec,
+        codec=config.compression.chosen(),
+        seed=config.optimization.seed,
         fragments=config.windows.fragments,
     )
 
