@@ -13,8 +13,8 @@ DATA_AND_MODEL = (
     *("model", "hidden-sizes", "layers", "heads", "embedding"),
 )
 OPTIMIZATION = (
-    *("optimizer", "lr", "momentum", "weight-decay", "lr-scaling", "schedule", "clip-norm", "clip-value"),
-    *("accumulation", "iterations", "seed"),
+    *("optimizer", "lr", "momentum", "betas", "weight-decay", "lr-scaling", "schedule", "lr-warmup"),
+    *("clip-norm", "clip-value", "accumulation", "iterations", "seed"),
 )
 OF_WINDOWS = ("width", "local-steps", "fragments", "outer", "outer-lr", "outer-momentum", "moving-rate")
 OF_GRADIENTS = ("width", "synchronous-start", "prediction", "guard")

@@ -25,7 +25,8 @@ FOLLOWED = {
         name: (SMALL, f"--{name} {value}")
         for name, value in {
             "optimizer": "adam", "lr": "0.1", "momentum": "0.5", "weight-decay": "0.1", "lr-scaling": "linear",
-            "schedule": "cosine", "clip-norm": "0.1", "clip-value": "0.001", "accumulation": "2", "seed": "1",
+            "schedule": "cosine", "lr-warmup": "3", "betas": "0.5 0.9 --optimizer adam",
+            "clip-norm": "0.1", "clip-value": "0.001", "accumulation": "2", "seed": "1",
             "width": "1", "synchronous-start": "3", "prediction": "none", "codec": "int4", "batch-size": "16",
             "iterations": "5", "model": "convnet", "hidden-sizes": "8", "evaluate-iterations": "2",
         }.items()
