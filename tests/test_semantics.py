@@ -679,7 +679,7 @@ def test_micro_batches_clipping_16_bits_and_buffers_go_together_in_a_run_that_is
     words = (
         "--hidden-sizes 20 --batch-size 8 --iterations 20 --lr 0.05 --width 3 --checkpoint-iterations 5 "
         "--accumulation 2 --clip-norm 0.5 --precision fp16 --loss-scale 1e6 --buffers rank-0 --schedule one-cycle "
-        "--keep-checkpoints 4"
+        "--keep-checkpoints 4 --synchronous-start 0"
     )
     whole = succeed(2, words, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -851,7 +851,7 @@ def test_a_movement_that_an_interruption_keeps_from_leaving_is_no_gradient_of_th
         assert strategy.flush().applied == (0,)
 
 
-def _interrupt(*_: object) -> None:
+def _interrupt(*_: object, **options: object) -> None:
     raise KeyboardInterrupt
 
 

@@ -152,6 +152,11 @@ def test_any_group_that_rises_keeps_the_start_going() -> None:
     assert _synchronous(_sgd(0.1, 0.1), _rising_groups) == [1, 2]
 
 
+def test_an_optimizer_without_a_rate_has_no_start() -> None:
+    width = make_width(2)
+    assert [width.of(iteration, [{"params": []}]) for iteration in range(3)] == [2, 2, 2]
+
+
 def test_a_number_counts_whatever_the_rate_does_and_none_is_synchronous_with_zero() -> None:
     for start, expected in ((3, [1, 1, 1, 2, 2]), (0, [2] * 5)):
         width, optimizer = make_width(2, start), _sgd()

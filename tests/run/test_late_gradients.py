@@ -76,6 +76,7 @@ def test_other_runs_have_none_or_the_number_that_was_given(words: str, expected:
         ("", "fp32", "late gradients 12 of 12 iterations", 12),
         ("--synchronous-start 12", "synchronous", "late gradients none: the run ended in its synchronous start", 0),
         ("--width 1", "fp32", "test loss", None),
+        ("--local-steps 4", "fp32", "test loss", None),
     ],
 )
 def test_a_run_says_at_its_end_how_many_gradients_were_late(
