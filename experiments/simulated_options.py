@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
@@ -21,13 +19,8 @@ OF_GRADIENTS = ("width", "synchronous-start", "prediction", "guard")
 OTHERS = ("codec", "evaluate-iterations")
 
 
-def check_simulated(config: TrainConfig, late: Sequence[str] | None) -> None:
-    """Raise ``UserInputError`` for an option that simulated ranks do not follow.
-
-    Args:
-        config: the training.
-        late: layers whose gradients alone are late, as ``--late`` names them; None if all are.
-    """
+def check_simulated(config: TrainConfig) -> None:
+    """Raise ``UserInputError`` for an option that simulated ranks do not follow."""
     used = {*DATA_AND_MODEL, *OPTIMIZATION, *OTHERS, *(OF_WINDOWS if config.in_windows else OF_GRADIENTS)}
     defaults = TrainConfig().options()
     for name, value in config.options().items():
@@ -40,10 +33,3 @@ def check_simulated(config: TrainConfig, late: Sequence[str] | None) -> None:
         raise UserInputError(f"codec must be dense and round to nearest on simulated ranks; got {codec}")
     if every and every % window:
         raise UserInputError(f"evaluate-iterations must be a multiple of --local-steps {window} here; got {every}")
-    if late is not None and config.in_windows:
-        raise UserInputError(f"late must be left out with windows, which are late as a whole; got {','.join(late)}")
-    if late is not None and config.updates.clip_norm is not None:
-        raise UserInputError(
-            f"clip-norm must be left out with --late, since it needs all gradients at once; "
-            f"got {config.updates.clip_norm}"
-        )

@@ -111,10 +111,6 @@ def test_any_other_option_is_refused_in_one_line(name: str) -> None:
         ("--iterations 3 --codec qsgd", "codec must be dense and round to nearest on simulated ranks; got qsgd"),
         ("", "iterations must be given for simulated ranks; got none"),
         (
-            "--iterations 3 --late 1 --clip-norm 1",
-            "clip-norm must be left out with --late, since it needs all gradients at once; got 1.0",
-        ),
-        (
             "--iterations 4 --local-steps 2 --evaluate-iterations 3",
             "evaluate-iterations must be a multiple of --local-steps 2 here; got 3",
         ),
@@ -137,7 +133,7 @@ def test_a_simulated_run_leaves_the_weights_of_the_command_bit_for_bit(
     """Clipping and the scaling of the learning rate used to have no effect on simulated ranks."""
     left: list[dict[str, Tensor]] = []
 
-    def evaluated(model: nn.Module, data: Any, test_every: int) -> Evaluation:
+    def evaluated(model: nn.Module, data: Any) -> Evaluation:
         left.append(model.state_dict())
         return Evaluation(accuracy=0.0, loss=0.0)
 
