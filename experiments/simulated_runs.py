@@ -171,7 +171,8 @@ def _train(
         guard=config.updates.guard,
         clip_norm=config.updates.clip_norm,
         clip_value=config.updates.clip_value,
-        codec=config.compression.codec,
+        codec=config.compression.chosen(),
+        seed=config.optimization.seed,
     )
     for of_ranks in batches:
         yield float(np.mean(ranks.iterate(loss_of, of_ranks)))
@@ -200,7 +201,8 @@ def _train_by_windows(
         width=pipeline.width,
         clip_norm=config.updates.clip_norm,
         clip_value=config.updates.clip_value,
-        codec=config.compression.codec,
+        codec=config.compression.chosen(),
+        seed=config.optimization.seed,
         fragments=config.windows.fragments,
     )
 

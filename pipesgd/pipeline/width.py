@@ -163,7 +163,7 @@ class Guarded(Width):
 
     def of(self, iteration: int, groups: Groups) -> int:
         width = self._width.of(iteration, groups)  # in a fallback, too: it follows all rates
-        return 1 if iteration + 1 < self._synchronous_until else width
+        return 1 if iteration < self._synchronous_until else width
 
     def observe(self, norm: float, iteration: int) -> bool:
         """Note the ``norm`` of a mean applied in ``iteration``; return True if a fallback begins with it.
