@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -43,10 +43,10 @@ class _InFlight:
 
 
 class _Exchange:
-    """Parameters whose gradients are exchanged together, and are equally late.
+    """Exchange of the gradients of parameters, and their updates.
 
     Args:
-        optimizer: the optimizer that updates them, among others.
+        optimizer: the optimizer that updates them.
         parameters: the parameters, all of one dtype.
         fragments: numbers of the parameters of each part of them; the parts are exchanged in turns.
         world_size: number of ranks.
@@ -124,8 +124,6 @@ class SimulatedRanks:
         codec: encoding of gradients, as in ``Pipelined``, but not topk.
         fragments: parts of the parameters, about equal in size, of which an iteration exchanges one, in turns. No other
             parameter may have a gradient then.
-        fresh: parameters, by their ids, whose gradients are not late at any width; without clipping by norm, which
-            needs all gradients at once. They are exchanged on their own and updated after the late ones.
     """
 
     def __init__(
@@ -143,29 +141,22 @@ class SimulatedRanks:
         codec: str | CodecOptions | OwnCodec = "fp32",
         seed: int = 0,
         fragments: int = 1,
-        fresh: Collection[int] = (),
     ):
-        assert not fresh or clip_norm is None
         self.iteration = 0
         self._model = model
         self._optimizer = optimizer
         self._world_size = world_size
         parameters = trainable_parameters(optimizer)
-        late, in_time = ([one for one in parameters if (id(one) in fresh) == is_fresh] for is_fresh in (False, True))
-        self._exchanges = [
-            _Exchange(
-                optimizer,
-                own,
-                bucket_indices(model, own, str(fragments)),
-                world_size,
-                codec_options(codec),
-                seed,
-                make_width(own_width, synchronous_start, guard=guard),
-                Updates(prediction=prediction, clip_norm=clip_norm, clip_value=clip_value),
-            )
-            for own, own_width in ((late, width), (in_time, 1))
-            if own
-        ]
+        self._gradients = _Exchange(
+            optimizer,
+            parameters,
+            bucket_indices(model, parameters, str(fragments)),
+            world_size,
+            codec_options(codec),
+            seed,
+            make_width(width, synchronous_start, guard=guard),
+            Updates(prediction=prediction, clip_norm=clip_norm, clip_value=clip_value),
+        )
         self._buffers = [[buffer.clone() for buffer in model.buffers()] for _ in range(world_size)]
 
     def iterate(self, loss_of: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> list[float]:
@@ -185,25 +176,21 @@ class SimulatedRanks:
         """
         results: list[T] = []
         for rank in range(self._world_size):
-            for one in self._exchanges:
-                one.predict(rank)
+            self._gradients.predict(rank)
             self._take_buffers(self._buffers[rank])
             results.append(compute(rank))
             self._keep_buffers(self._buffers[rank])
-            for one in self._exchanges:
-                one.hand_over(rank)
-                one.update.weights.restore()
+            self._gradients.hand_over(rank)
+            self._gradients.update.weights.restore()
         self.iteration += iterations
-        for one in self._exchanges:
-            one.sum(self.iteration - 1)
-            width = one.update.width.of(self.iteration - 1, self._optimizer.param_groups)
-            one.apply_until(width - 1, self.iteration)
+        self._gradients.sum(self.iteration - 1)
+        width = self._gradients.update.width.of(self.iteration - 1, self._optimizer.param_groups)
+        self._gradients.apply_until(width - 1, self.iteration)
         return results
 
     def flush(self) -> None:
         """Apply the gradients in flight, and replace the model's floating-point buffers by their means over ranks."""
-        for one in self._exchanges:
-            one.apply_until(0, self.iteration)
+        self._gradients.apply_until(0, self.iteration)
         means = [
             torch.stack(of_ranks).sum(0) / self._world_size if of_ranks[0].is_floating_point() else of_ranks[0]
             for of_ranks in zip(*self._buffers, strict=True)
@@ -259,9 +246,8 @@ class SimulatedLocalSteps(SimulatedRanks):
         self._inner = [
             SynchronousUpdate(optimizer, clip=clip, scaler=None, on_nonfinite="stop") for optimizer in optimizers
         ]
-        [exchange] = self._exchanges
         window = Window if elastic is None else elastic.window
-        self._windows = [window(parameters, exchange.update.weights) for _ in optimizers]
+        self._windows = [window(parameters, self._gradients.update.weights) for _ in optimizers]
 
     def run_window(
         self,
@@ -303,5 +289,4 @@ class SimulatedLocalSteps(SimulatedRanks):
     @property
     def _exchanged(self) -> Sequence[int]:
         """Numbers of the parameters that are exchanged next."""
-        [exchange] = self._exchanges
-        return exchange.fragments[exchange.turn]
+        return self._gradients.fragments[self._gradients.turn]

@@ -25,7 +25,8 @@ FOLLOWED = {
         name: (SMALL, f"--{name} {value}")
         for name, value in {
             "optimizer": "adam", "lr": "0.1", "momentum": "0.5", "weight-decay": "0.1", "lr-scaling": "linear",
-            "schedule": "cosine", "clip-norm": "0.1", "clip-value": "0.001", "accumulation": "2", "seed": "1",
+            "schedule": "cosine", "lr-warmup": "3", "betas": "0.5 0.9 --optimizer adam",
+            "clip-norm": "0.1", "clip-value": "0.001", "accumulation": "2", "seed": "1",
             "width": "1", "synchronous-start": "3", "prediction": "none", "codec": "powersgd", "batch-size": "16",
             "iterations": "5", "model": "convnet", "hidden-sizes": "8", "evaluate-iterations": "2",
         }.items()
@@ -116,10 +117,6 @@ def test_any_other_option_is_refused_in_one_line(name: str) -> None:
         ("--iterations 3 --codec topk", "codec must be dense or powersgd on simulated ranks; got topk"),
         ("", "iterations must be given for simulated ranks; got none"),
         (
-            "--iterations 3 --late 1 --clip-norm 1",
-            "clip-norm must be left out with --late, since it needs all gradients at once; got 1.0",
-        ),
-        (
             "--iterations 4 --local-steps 2 --evaluate-iterations 3",
             "evaluate-iterations must be a multiple of --local-steps 2 here; got 3",
         ),
@@ -149,7 +146,7 @@ def test_a_simulated_run_leaves_the_weights_of_the_command_bit_for_bit(
     """Clipping and the scaling of the learning rate used to have no effect on simulated ranks."""
     left: list[dict[str, Tensor]] = []
 
-    def evaluated(model: nn.Module, data: Any, test_every: int) -> Evaluation:
+    def evaluated(model: nn.Module, data: Any) -> Evaluation:
         left.append(model.state_dict())
         return Evaluation(accuracy=0.0, loss=0.0)
 
