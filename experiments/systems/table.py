@@ -111,6 +111,7 @@ def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
         return median(known) if known else None
 
     seconds = [one["seconds"] for one in rounds]
+    hidden = [one["communication_seconds"] - one["exposed_seconds"] for one in rounds]
     communication, exposed = (sum(one[f"{name}_seconds"] for one in rounds) for name in ("communication", "exposed"))
     return {
         "iteration_s": over("seconds"),
@@ -121,9 +122,7 @@ def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
         "rounds": len(seconds),
         "wire_bytes": over("wire_bytes"),
         "hidden_share": hidden_share(communication, exposed),
-        "hidden_s": median([one["communication_seconds"] - one["exposed_seconds"] for one in rounds])
-        if rounds
-        else None,
+        "hidden_s": median(hidden) if hidden else None,
         "memory_bytes": over("memory_bytes"),
         "cpu_share": over("cpu_share"),
     }
