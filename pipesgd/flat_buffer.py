@@ -132,7 +132,24 @@ def real_numel(tensor: Tensor) -> int:
 
 def sizes_of_flats(buckets: Sequence[Sequence[Tensor]]) -> list[int]:
     """Return the size of each flat tensor of a ``BucketedBuffer`` of tensors in these buckets, in real numbers."""
-    return list({number: stop for _, number, _, stop in _places(buckets)}.values())  # the last stop of each
+    return list({number: stop for number, _, stop in places_in_flats(buckets)}.values())  # the last stop of each
+
+
+def places_in_flats(buckets: Sequence[Sequence[Tensor]]) -> list[tuple[int, int, int]]:
+    """Return (number of the flat tensor, start, stop) of each tensor of ``buckets`` in a ``BucketedBuffer`` of them,
+    counted in real numbers."""
+    stops: list[int] = []
+    places = []
+    for bucket in buckets:
+        kinds: dict[Kind, int] = {}
+        for tensor in bucket:
+            number = kinds.setdefault(_kind(tensor), len(stops))
+            if number == len(stops):
+                stops.append(0)
+            start = stops[number]
+            stops[number] += real_numel(tensor)
+            places.append((number, start, stops[number]))
+    return places
 
 
 def check_sizes(saved: Sequence[int], here: Sequence[int]) -> None:
@@ -164,23 +181,6 @@ def check_layouts(saved: Sequence[tuple[int, ...] | None], parameters: Sequence[
                 f"trained parameters (number {number}) must have the strides {before or 'of contiguous memory'}, as in "
                 f"the state that is loaded; got {now or 'contiguous memory'}"
             )
-
-
-def _places(buckets: Sequence[Sequence[Tensor]]) -> list[tuple[int, int, int, int]]:
-    """Return (id of the tensor, flat tensor, start, stop) of each tensor of ``buckets`` in a ``BucketedBuffer``,
-    counted in real numbers."""
-    stops: list[int] = []
-    places = []
-    for bucket in buckets:
-        kinds: dict[Kind, int] = {}
-        for tensor in bucket:
-            number = kinds.setdefault(_kind(tensor), len(stops))
-            if number == len(stops):
-                stops.append(0)
-            start = stops[number]
-            stops[number] += real_numel(tensor)
-            places.append((id(tensor), number, start, stops[number]))
-    return places
 
 
 def _kind(tensor: Tensor) -> Kind:

@@ -24,12 +24,9 @@ Options = Any
 Rule = tuple[Callable[[Options], object], str]
 """Condition that is true of options to be refused, and the message, a format string about the options ``o``."""
 
-WHOLE_CODECS = ("topk", "powersgd")
-"""Names of the codecs that compress a gradient or a movement as a whole."""
-
 
 def _is_whole(o: Options) -> bool:
-    return o.codec in WHOLE_CODECS
+    return bool(o.codec == "topk")
 
 
 def _in_buckets(o: Options) -> bool:
@@ -57,6 +54,8 @@ PARTS: tuple[Rule, ...] = (
 REDUCE: tuple[Rule, ...] = (
     (lambda o: o.reduce != "matrix" and _is_whole(o),
      "reduce must be matrix with --codec {o.codec}, which compresses the gradient as a whole; got {o.reduce}"),
+    (lambda o: o.reduce == AUTO and o.codec == "powersgd",
+     "reduce must be given with --codec powersgd, whose bytes its choice does not know; got auto"),
     (lambda o: o.reduce != "matrix" and o.all_reduce_name == "native",
      "reduce must be matrix with --all-reduce native, in which torch sums whole gradients; got {o.reduce}"),
     (lambda o: o.reduce != "matrix" and o.device == "cuda",
@@ -71,7 +70,8 @@ _LEFT_OUT = "with --outer elastic, whose next difference has what was left out o
 OUTER: tuple[Rule, ...] = (
     (lambda o: o.outer == "nesterov" and o.own_momentum,
      "momentum-correction must be 0 with --outer nesterov, whose momentum it would replace; got {o.own_momentum}"),
-    (lambda o: o.outer == "elastic" and _is_whole(o), f"codec must keep no residual {_LEFT_OUT}{{o.codec}}"),
+    (lambda o: o.outer == "elastic" and o.remembers and not o.gives_back,
+     f"codec must keep no residual {_LEFT_OUT}{{o.codec}}"),
     (lambda o: o.outer == "elastic" and o.gives_back and o.error_feedback is None,
      f"error-feedback must be off {_LEFT_OUT}on, the default of {{o.codec}}"),
     (lambda o: o.outer == "elastic" and o.gives_back, f"error-feedback must be off {_LEFT_OUT}on"),

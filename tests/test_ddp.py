@@ -39,7 +39,7 @@ from pipesgd import (
     RunError,
     UserInputError,
 )
-from pipesgd.codecs.options import CODECS, DENSE_CODECS
+from pipesgd.codecs.options import BUCKET_CODECS, CODECS, CodecOptions, codec_named
 from pipesgd.ddp import AttachedPipeline, attach, compress
 from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.ranks import Ranks
@@ -879,7 +879,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "buckets": "buckets must be left out, since a loop with DistributedDataParallel has its own buckets; got 2",
             "reduce": "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole "
             "gradients; got rows",
-            "topk": f"codec must be one of {', '.join(DENSE_CODECS)}, module:function; got 'topk'",
+            "topk": f"codec must be one of {', '.join(BUCKET_CODECS)}, module:function; got 'topk'",
             "codec": f"codec must be one of {', '.join(CODECS)}, module:function; got 'int7' (did you mean int8?)",
             "kept gradients": "optimizer must clone what it keeps of a gradient, as in state[p]['last'] = "
             "p.grad.clone(), since later gradients overwrite it; got Differences, which keeps p.grad itself",
@@ -1136,7 +1136,7 @@ def test_codecs_that_differ_between_ranks_are_named() -> None:
 # ---- compress
 
 
-def by_compressed(ranks: Ranks, codec: str | None, interrupted: bool = False, **ddp: Any) -> Weights:
+def by_compressed(ranks: Ranks, codec: str | CodecOptions | None, interrupted: bool = False, **ddp: Any) -> Weights:
     def wrap(model: Model) -> tuple[DistributedDataParallel, torch.optim.Optimizer, Any]:
         ddp_model = DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS} | ddp)
         state = compress(ddp_model, codec) if codec else contextlib.nullcontext()
@@ -1159,7 +1159,7 @@ def by_compressed(ranks: Ranks, codec: str | None, interrupted: bool = False, **
     return snapshot(ddp_model.module)
 
 
-def _compressed(ranks: Ranks, codec: str, ddp: dict[str, Any]) -> tuple[Weights, Weights]:
+def _compressed(ranks: Ranks, codec: str | CodecOptions, ddp: dict[str, Any]) -> tuple[Weights, Weights]:
     return by_compressed(ranks, None), by_compressed(ranks, codec, **ddp)
 
 
@@ -1171,9 +1171,13 @@ def _compressed(ranks: Ranks, codec: str, ddp: dict[str, Any]) -> tuple[Weights,
         ("bf16", 2e-3, {}),
         ("int8", 5e-3, {}),
         ("int4", 6e-2, {"gradient_as_bucket_view": True}),
+        (codec_named("powersgd", low_rank=8), 1e-1, {"gradient_as_bucket_view": True}),
     ],
+    ids=str,
 )
-def test_a_compressed_program_stays_close_to_ddp(codec: str, tolerance: float, ddp: dict[str, Any]) -> None:
+def test_a_compressed_program_stays_close_to_ddp(
+    codec: str | CodecOptions, tolerance: float, ddp: dict[str, Any]
+) -> None:
     answers = run_ranks(3, _compressed, codec, ddp)
     for expected, found in answers:
         assert same(found, answers[0][1]), "replicas"
@@ -1203,10 +1207,10 @@ def test_ranks_with_other_numbers_of_backward_passes_are_told_at_once() -> None:
     assert second.startswith("OutOfStepError: rank 1 is at step in iteration 2, but rank 0 is at close in iteration 2")
 
 
-def _residuals(ranks: Ranks) -> tuple[float, float]:
+def _residuals(ranks: Ranks, codec: str | CodecOptions) -> tuple[float, float]:
     """Return the difference of the sums of what was put in and of what came out, with residuals and without."""
     model = DistributedDataParallel(nn.Linear(300, 7, bias=False), bucket_cap_mb=25)
-    state = compress(model, "sign")
+    state = compress(model, codec)
     inputs = torch.randn(ITERATIONS, 5, 300, generator=torch.Generator().manual_seed(ranks.rank))
     put_in, came_out = torch.zeros(7, 300), torch.zeros(7, 300)
     for batch in inputs:
@@ -1215,7 +1219,7 @@ def _residuals(ranks: Ranks) -> tuple[float, float]:
         came_out += model.module.weight.grad
         own = (2 * model.module(batch)).T @ batch
         put_in += own.detach()
-    parts = [state.state_dict()["residuals"][0].view(7, 300), put_in]
+    parts = [state.state_dict()["kept"][0][0].view(7, 300), put_in]
     for part in parts:
         dist.all_reduce(part)
         part /= ranks.world_size
@@ -1226,8 +1230,9 @@ def _residuals(ranks: Ranks) -> tuple[float, float]:
     ) / largest
 
 
-def test_what_a_codec_leaves_out_of_a_bucket_is_in_its_residual() -> None:
-    for with_residuals, without in run_ranks(2, _residuals):
+@pytest.mark.parametrize("codec", ["sign", codec_named("powersgd", low_rank=1)], ids=str)
+def test_what_a_codec_leaves_out_of_a_bucket_is_in_its_residual(codec: str | CodecOptions) -> None:
+    for with_residuals, without in run_ranks(2, _residuals, codec):
         assert with_residuals < 1e-5 < without
 
 
@@ -1236,44 +1241,50 @@ class Products(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(2000) for _ in range(2))
+        self.weights = nn.ParameterList(torch.zeros(40, 50) for _ in range(2))
 
     def forward(self, inputs: Tensor) -> Tensor:
         products: Tensor = sum((weight * own).sum() for weight, own in zip(self.weights, inputs, strict=True))  # type: ignore[assignment]
         return products
 
 
-def _after_a_nan(ranks: Ranks, bad: int) -> list[float]:
+def _after_a_nan(ranks: Ranks, bad: int, codec: str) -> list[float]:
     """Return the largest value of each gradient after one of large values, among which weight ``bad`` has a NaN."""
     model = DistributedDataParallel(Products(), bucket_cap_mb=0.001)
-    with compress(model, "int4"):
+    with compress(model, codec):
         for large in (False, False, True, False):
-            inputs = torch.linspace(-1, 1, 4000).view(2, 2000) * (1e3 if large else 1e-3)
+            inputs = torch.linspace(-1, 1, 4000).view(2, 40, 50) * (1e3 if large else 1e-3)
             if large and ranks.rank == 1:
-                inputs[bad, 7] = torch.nan
+                inputs[bad, 0, 7] = torch.nan
             model.zero_grad()
             model(inputs).backward()
     return [float(parameter.grad.abs().max()) for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("codec", ["int4", "powersgd"])
 @pytest.mark.parametrize("bad", [0, 1])
-def test_nothing_of_gradients_that_are_not_finite_is_in_later_ones_of_a_compressed_program(bad: int) -> None:
+def test_nothing_of_gradients_that_are_not_finite_is_in_later_ones_of_a_compressed_program(
+    bad: int, codec: str
+) -> None:
     """A ``GradScaler`` has left them out. Both weights have a bucket of their own."""
-    for largest in run_ranks(2, _after_a_nan, bad):
+    for largest in run_ranks(2, _after_a_nan, bad, codec):
         assert max(largest) < 1.2e-3
 
 
-def _resumed(ranks: Ranks) -> tuple[Weights, Weights, int]:
-    whole, resumed = (by_compressed(ranks, "int4", interrupted) for interrupted in (False, True))
+def _resumed(ranks: Ranks, codec: str | CodecOptions) -> tuple[Weights, Weights, int]:
+    whole, resumed = (by_compressed(ranks, codec, interrupted) for interrupted in (False, True))
     return whole, resumed, ranks.rank
 
 
-def test_a_resumed_compressed_program_has_its_residuals() -> None:
-    answers = run_ranks(2, _resumed)
+@pytest.mark.parametrize(("codec", "tolerance"), [("int4", 3e-2), (codec_named("powersgd", low_rank=2), 1e-4)], ids=str)
+def test_a_resumed_compressed_program_has_its_residuals_and_factors(
+    codec: str | CodecOptions, tolerance: float
+) -> None:
+    answers = run_ranks(2, _resumed, codec)
     for whole, resumed, _ in answers:
         assert same(resumed, answers[0][1]), "replicas"
         for name, value in whole.items():  # its first iteration is exact
-            torch.testing.assert_close(resumed[name], value, atol=3e-2, rtol=0.0)
+            torch.testing.assert_close(resumed[name], value, atol=tolerance, rtol=0.0)
 
 
 # ---- the programs in examples/

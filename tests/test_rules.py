@@ -189,6 +189,10 @@ OF_THE_COMMAND = [
         "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
     ),
     (
+        "--reduce auto --codec powersgd",
+        "reduce must be given with --codec powersgd, whose bytes its choice does not know; got auto",
+    ),
+    (
         "--reduce rows --device cuda",
         "reduce must be matrix with device cuda, on which rows and factors have not been tested; got rows",
     ),

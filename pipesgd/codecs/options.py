@@ -19,6 +19,8 @@ FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
 BLOCK_CODECS = ("int8", "int4", "ternary", "qsgd", "sign")
 DENSE_CODECS = FLOAT_CODECS + BLOCK_CODECS
 """Names of the codecs that every hop of an all-reduce can decode, add up and encode."""
+BUCKET_CODECS = (*DENSE_CODECS, "powersgd")
+"""Names of the codecs that sum a bucket of the gradient on its own."""
 CODECS = (*DENSE_CODECS, "topk", "powersgd")
 ROUNDINGS = ("nearest", "stochastic")
 NATIVE_CODECS = ("fp32", "bf16", "fp16", "powersgd")
@@ -58,6 +60,16 @@ class CodecOptions:
         return False
 
     @property
+    def remembers(self) -> bool:
+        """True if anything that was not sent is kept for the next iteration."""
+        return self.gives_back
+
+    @property
+    def multiplies(self) -> bool:
+        """True if every rank multiplies matrices, whose products must have the same bits on all of them."""
+        return False
+
+    @property
     def own_momentum(self) -> float:
         """Momentum that the codec applies in place of the optimizer's; 0 for none."""
         return 0.0
@@ -84,6 +96,7 @@ class CodecOptions:
         return {
             "codec": self.codec,
             "gives_back": self.gives_back,
+            "remembers": self.remembers,
             "error_feedback": getattr(self, "error_feedback", None),
             "own_momentum": self.own_momentum,
         }

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor
 from torch.distributed import GradBucket
@@ -15,17 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.checks import check_at_least, check_one_of
 from pipesgd.codecs.base import OwnCodec
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.options import BUCKET_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import BucketHook, check_dense_embeddings, check_model, done, gradients_of, register_comm_hook
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, real_numel
+from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, on_device
 from pipesgd.functions import OWN, kind
 from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import WHOLE, Layout, Outgoing
-from pipesgd.pipeline.sameness import check_same_settings, plain, settings_of
+from pipesgd.pipeline.sameness import check_same_products, check_same_settings, plain, settings_of
 from pipesgd.ranks import current
+from pipesgd.reducers.base import OfParameters
 from pipesgd.rules import CODEC, check_rules, options_of_sections
 from pipesgd.sections import Wire, differing
 from pipesgd.strategy import Span, StepReport
@@ -41,13 +42,13 @@ def compress(
 ) -> CompressedBuckets:
     """Compress the gradients of ``ddp_model`` on the wire; the loop stays as it is, and synchronous.
 
-    torch's buckets are summed during the backward pass, one after the other. Error feedback, where the codec has it,
-    belongs to the parameters: it stays when torch splits its buckets again, as it does after a first iteration.
+    torch's buckets are summed during the backward pass, one after the other. Error feedback and factors of low rank,
+    where the codec has them, belong to the parameters: they stay when torch splits its buckets again, as it does after
+    a first iteration.
 
     Args:
         ddp_model: a model in DistributedDataParallel without a communication hook.
-        codec: encoding of gradients: a name, an object such as ``Int4(64)``, or an ``OwnCodec``; all but topk and
-            powersgd.
+        codec: encoding of gradients: a name, an object such as ``Int4(64)``, or an ``OwnCodec``; all but topk.
         wire: how gradients travel, as in ``pipesgd.Pipelined``, without ``rate_limit``, ``buckets`` and ``reduce``. The
             timeout is by default that of operations of ``process_group``: half an hour with gloo, unless the group was
             made with another one.
@@ -88,7 +89,7 @@ class CompressedBuckets:
     ):
         check_model(ddp_model)
         check_dense_embeddings(ddp_model)
-        check_one_of("codec", kind(options.codec), (*DENSE_CODECS, OWN))
+        check_one_of("codec", kind(options.codec), (*BUCKET_CODECS, OWN))
         check_rules(options_of_sections(all_reduce_name=wire.all_reduce_name, **options.facts()), CODEC)
         for name, value in differing(wire, but=("all_reduce", "segment_bytes", "connections", "timeout")).items():
             raise UserInputError(f"{name} must be left out of compress, which sums torch's buckets; got {value!r}")
@@ -96,12 +97,14 @@ class CompressedBuckets:
         self.iteration = 0
         self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        self._waiting: dict[int, Tensor] = {}
-        """Residuals of parameters, by their places, whose bucket has not been seen yet."""
+        self._waiting: dict[int, list[Tensor]] = {}
+        """State of parameters, by their places, whose bucket has not been seen yet."""
         ranks = current(wire.timeout, process_group or ddp_model.process_group)
         check_same_settings(ranks, {**settings_of(wire), "seed": seed, **plain(options.settings())}, {})
+        if options.multiplies:
+            check_same_products(ranks, self._parameters[0].device, f"with codec {options.codec}")
         self.flight: Flight[None] = Flight(
-            ranks, self._layout(range(len(self._parameters))), options, wire, seed=seed, skips=options.gives_back
+            ranks, self._layout(range(len(self._parameters))), options, wire, seed=seed, skips=options.remembers
         )
         self._of_buckets: BucketHook | None = None
         try:
@@ -129,15 +132,15 @@ class CompressedBuckets:
         return done(bucket.buffer())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of iterations and this rank's residuals, needed to continue after a restart.
+        """Return the number of iterations and this rank's state of the codec, needed to continue after a restart.
 
         torch splits its buckets again after the first iteration of a resumed run: sums may differ in their last bits.
         """
-        residuals = self._waiting | self._in_use()
+        kept = self._waiting | self._in_use()
         return {
             "iteration": self.iteration,
             "strides": [memory_layout(parameter) for parameter in self._parameters],
-            "residuals": [residuals.get(place) for place in range(len(self._parameters))],
+            "kept": [kept.get(place, []) for place in range(len(self._parameters))],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,9 +153,7 @@ class CompressedBuckets:
         self.flight.wait_until_summed()
         self.iteration = state["iteration"]
         self._forget_from(0)
-        loaded = enumerate(state["residuals"])
-        device = self.flight.device
-        self._waiting = {place: residual.to(device) for place, residual in loaded if residual is not None}
+        self._waiting = dict(enumerate(on_device(state["kept"], self.flight.device)))
 
     def close(self) -> None:
         """End the communication, when all ranks have called it. The model may then be attached, or compressed again."""
@@ -198,13 +199,13 @@ class CompressedBuckets:
         )
         self.iteration += 1
 
-    # ---- Residuals, which belong to the parameters
+    # ---- State of the codec, which belongs to the parameters
 
     def _layout(self, *buckets: Sequence[int]) -> Layout:
         return Layout(self._parameters, buckets, [WHOLE] * len(buckets))
 
     def _lay_out(self, number: int, places: Sequence[int]) -> None:
-        """Let bucket ``number`` be of the parameters at these ``places``, with the residuals that these have."""
+        """Let bucket ``number`` be of the parameters at these ``places``, with the state that these have."""
         flight, known = self.flight, self.flight.layout.buckets
         if number < len(known) and list(known[number]) == places:
             return
@@ -213,30 +214,38 @@ class CompressedBuckets:
             self._waiting |= self._in_use()
             self._forget_from(number)
         flight.layout = self._layout(*known[:number], places)
-        parts = [self._waiting.pop(place, None) for place in places]
-        if any(part is not None for part in parts):
+        waiting = [self._waiting.pop(place, []) for place in places]
+        if any(waiting):
             flight.wait_until_summed()
             assert flight.outgoing is not None
-            [residual] = flight.reducer.state(flight.outgoing.buffer.buckets[number])
-            pairs = zip(residual.split([real_numel(self._parameters[place]) for place in places]), parts, strict=True)
-            for own, part in pairs:
-                if part is not None:
-                    own.copy_(part)
+            flight.reducer.state(flight.outgoing.buffer.buckets[number])  # makes room
+            for own, kept in zip(self._state_of(number), waiting, strict=True):
+                for tensor, value in zip(own, kept, strict=False):  # a parameter may have none
+                    tensor.copy_(value)
 
-    def _in_use(self) -> dict[int, Tensor]:
-        """Return copies of the residuals of all buckets, by the places of their parameters."""
+    def _state_of(self, number: int) -> list[list[Tensor]]:
+        """Return the state of each parameter of bucket ``number``."""
+        parameters = [self._parameters[place] for place in self.flight.layout.buckets[number]]
+        return self._reducer.state_of(number, parameters)
+
+    @property
+    def _reducer(self) -> OfParameters:
+        return cast(OfParameters, self.flight.reducer)
+
+    def _in_use(self) -> dict[int, list[Tensor]]:
+        """Return copies of the state of all buckets, by the places of their parameters."""
         self.flight.wait_until_summed()
-        found: dict[int, Tensor] = {}
-        pairs = zip(self.flight.layout.buckets, self.flight.reducer.state_dict()["residuals"], strict=False)
-        for places, residual in pairs:
-            parts = residual.split([real_numel(self._parameters[place]) for place in places])
-            found |= dict(zip(places, parts, strict=True))
-        return found
+        return {
+            place: [tensor.clone() for tensor in own]
+            for number, places in enumerate(self.flight.layout.buckets)
+            for place, own in zip(places, self._state_of(number), strict=True)
+            if own
+        }
 
     def _forget_from(self, number: int) -> None:
-        """Forget the residuals of this bucket and the later ones, and what they are of."""
-        reducer, known = self.flight.reducer, self.flight.layout.buckets
-        reducer.load_state_dict({"residuals": reducer.state_dict()["residuals"][:number]})
+        """Forget the state of this bucket and the later ones, and what it is of."""
+        known = self.flight.layout.buckets
+        self._reducer.forget_from(number)
         self.flight.layout = self._layout(*known[:number])
         self._waiting = {
             place: one for place, one in self._waiting.items() if place not in set().union(*known[:number])

@@ -161,18 +161,10 @@ class Flight(Generic[Known]):
             iteration: the iteration that the ranks are in.
             left_out: the mean of what the codec of other ranks has left out, one for each flat tensor of a gradient;
                 by default it is that of the present ranks.
-
-        Raises:
-            UserInputError: the codec keeps what it has left out in another form.
         """
         self.wait_until_summed()
         if left_out is None:
             left_out = self.reducer.state_dict().get("residuals", [])
-            if not isinstance(left_out, list):
-                raise UserInputError(
-                    f"codec must send every value where ranks change; got {self._codec.codec}, whose residuals have "
-                    "other sizes"
-                )
             self.average(left_out, iteration)
         self.meet("regroup", iteration, self.connections.wait_for_all).result()
         self._ends.closing.remove(self.connections.close)

@@ -158,7 +158,7 @@ class LocalSteps(OnPipeline):
             with a parameter yet has the state of a gradient of zero.
 
             ``fragments`` are parts of about equal size, those of the last layers first; at most as many as parameters,
-            with "average", and neither topk nor powersgd.
+            with "average", and not topk.
         width: windows in flight, K.
         codec: encoding of movements, as in ``Pipelined``; with "elastic", one that keeps no residual.
         wire: how movements travel (``pipesgd.Wire``), without ``buckets`` and ``reduce``.

@@ -142,7 +142,7 @@ class Pipeline:
             self.island.join(own)
         all_ranks = [own, *([] if self.island is None else self.island.members)]
         check_same_training(all_ranks, compared, cut)
-        check_compute_alike(all_ranks, optimizer, clipping_of(updates), gathered, options.codec)
+        check_compute_alike(all_ranks, optimizer, clipping_of(updates), gathered, options)
         self.flight: Flight[Unapplied] = Flight(
             own,
             cut.layout,

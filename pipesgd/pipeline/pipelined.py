@@ -72,7 +72,7 @@ class Pipelined(OnPipeline):
             which must be 0 then.
         wire: how gradients travel (``pipesgd.Wire``). ``all_reduce`` may be a function of a rank and the number of
             ranks that returns the rank's ``timing_model.schedules.Schedule``. With ``buckets``, every backward pass
-            outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
+            outside of ``accumulating`` must be followed by a ``step``; topk is refused.
 
             ``reduce`` is the exchange of gradients: of all parameters for which it is made, or a mapping from the names
             of parameters to the exchange of each. "matrix" sums gradients whole. "rows" gathers, of embeddings'
@@ -80,7 +80,7 @@ class Pipelined(OnPipeline):
             layers' weights, the inputs and the output gradients of the batch, and multiplies those of all ranks
             (``pipesgd.systems.exchanges.factors``). Such a weight may be used nowhere else, and nothing but a backward
             pass may change its ``.grad``. Both are exact and uncompressed, and all other gradients are summed whole.
-            Embeddings that are exchanged by rows may be sparse. Topk, powersgd, all-reduce native and GPUs are refused,
+            Embeddings that are exchanged by rows may be sparse. Topk, all-reduce native and GPUs are refused,
             except with "matrix". ``pipesgd.systems.exchanges.fewest_bytes`` says what sends fewer bytes.
         updates: how gradients are applied, and those in flight predicted (``pipesgd.Updates``). ``prediction`` may be a
             class of predictions (``pipesgd.pipeline.prediction``). At width 1 there is nothing to predict or to guard.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import DisagreementError, named
 from pipesgd.flat_buffer import give_gradients, memory_layout
 from pipesgd.optim.clipping import Clipping
@@ -155,11 +156,15 @@ def _hash(described: Sequence[str]) -> str:
 
 
 def check_compute_alike(
-    all_ranks: Sequence[Ranks], optimizer: torch.optim.Optimizer, clip: Clipping, gathered: Collection[str], codec: str
+    all_ranks: Sequence[Ranks],
+    optimizer: torch.optim.Optimizer,
+    clip: Clipping,
+    gathered: Collection[str],
+    codec: CodecOptions,
 ) -> None:
     """Check that all ranks, those of ``check_same_training``, compute the same bits where they must. Collective.
 
-    Where ranks multiply matrices, because of the exchanges ``gathered``, the codec of this name, the optimizer or an
+    Where ranks multiply matrices, because of the exchanges ``gathered``, the codec, the optimizer or an
     island, their products must have the same bits, too.
 
     Raises:
@@ -170,7 +175,7 @@ def check_compute_alike(
     is_own = not type(optimizer).__module__.startswith("torch.optim")  # of which nothing else is known
     multiplying = {
         "with reduce factors": "factors" in gathered,
-        f"with codec {codec}": codec == "powersgd",
+        f"with codec {codec.codec}": codec.multiplies,
         f"with {type(optimizer).__name__}": is_own or isinstance(optimizer, OF_WHOLE_MATRICES),
     }
     places = [(all_ranks[0], what) for what, multiplies in multiplying.items() if multiplies][:1]

@@ -34,10 +34,7 @@ class Sum(Protocol):
 
 
 class Reducer(Sum, Protocol):
-    """A sum that knows its bytes in advance, and may remember what it has not sent.
-
-    Only the dense one also sums the buckets of a buffer one by one.
-    """
+    """A sum that knows its bytes in advance, and may remember what it has not sent."""
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         """Return the bytes that this rank sends in the ``sum`` of ``iteration`` for a buffer like this one.
@@ -58,8 +55,25 @@ class Reducer(Sum, Protocol):
         """Continue from a ``state_dict`` of this rank that ``check_state`` accepts."""
 
 
+class OfParameters(Reducer, Protocol):
+    """A reducer that also sums the buckets of a buffer one by one, and whose state belongs to the parameters."""
+
+    def state_of(self, number: int, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return, for each of the ``parameters`` of a bucket, the tensors of the state, not copies, that belong to it.
+
+        There are none before the first ``state`` of the bucket, whose first flat tensor has this ``number``.
+        """
+
+    def forget_from(self, number: int) -> None:
+        """Drop the state of all buckets but those in front of the flat tensor with this ``number``."""
+
+
 class GradientCodec(CodecOptions, ABC):
-    """A codec that compresses a gradient as a whole, in a reducer of its own."""
+    """A codec that compresses gradients in a reducer of its own, which keeps for later what it has not sent."""
+
+    @property
+    def remembers(self) -> bool:
+        return True
 
     @abstractmethod
     def reducer(self, connections: Connections, *, seed: int) -> Reducer:

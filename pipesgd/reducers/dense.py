@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipesgd.codecs.base import mixed
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.flat_buffer import FlatBuffer, real_numel
 from pipesgd.reducers.base import Float32Places, as_real, check_kept
 
 
@@ -62,6 +62,14 @@ class DenseReducer:
         for number in flats.keys() - self._residuals.keys():
             self._residuals[number] = torch.zeros_like(self._float32(number, flats[number]))
         return [self._residuals[number] for number in flats]
+
+    def state_of(self, number: int, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        if number not in self._residuals:
+            return [[] for _ in parameters]
+        return [[part] for part in self._residuals[number].split([real_numel(one) for one in parameters])]
+
+    def forget_from(self, number: int) -> None:
+        self._residuals = {one: kept for one, kept in self._residuals.items() if one < number}
 
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": [residual.clone() for residual in self._in_order()]}

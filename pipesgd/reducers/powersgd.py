@@ -11,9 +11,17 @@ from torch import Tensor
 
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.comm.connections import Connections
-from pipesgd.flat_buffer import FlatBuffer, are_finite, check_sizes, in_memory_order, real_numel
+from pipesgd.flat_buffer import (
+    FlatBuffer,
+    are_finite,
+    check_sizes,
+    in_memory_order,
+    places_in_flats,
+    real_numel,
+    sizes_of_flats,
+)
 from pipesgd.options import option
-from pipesgd.reducers.base import GradientCodec, as_real
+from pipesgd.reducers.base import GradientCodec, as_real, check_kept
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,10 @@ class PowerSgd(GradientCodec):
     low_rank: int = option(4, at_least=1)
     """Rank of the factors."""
 
+    @property
+    def multiplies(self) -> bool:
+        return True
+
     def _words(self) -> list[str]:
         return [f"of rank {self.low_rank}"]
 
@@ -33,11 +45,23 @@ class PowerSgd(GradientCodec):
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrix:
-    """A compressed parameter: views into the flat tensors that hold the factors and residuals of all parameters."""
+class _Place:
+    """The place of a parameter's gradient in a bucket, in real numbers."""
 
-    index: int
-    """Index of the parameter."""
+    flat: int
+    """Number of the flat tensor among those of the bucket."""
+    values: slice
+
+    def in_flats(self, flats: Sequence[Tensor]) -> Tensor:
+        """Return the parameter's values in the flat tensors of a bucket, or in its residuals: a view, (numel,)."""
+        return as_real(flats[self.flat])[self.values]
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A compressed parameter, with views into the tensors of its bucket."""
+
+    place: _Place
     residual: Tensor
     """Residual, (rows, columns)."""
     left: Tensor
@@ -47,13 +71,34 @@ class _Matrix:
     first_right: Tensor
     """Random right factor to begin with."""
 
+    def in_flats(self, flats: Sequence[Tensor]) -> Tensor:
+        """Return the parameter's gradient in the flat tensors of a bucket as a matrix, which is a view."""
+        return self.place.in_flats(flats).view(self.residual.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Memory of a bucket, and the views of its parameters."""
+
+    residuals: list[Tensor]
+    """Residuals of all parameters, for each flat tensor of the bucket."""
+    left: Tensor
+    """All left factors, and the uncompressed parameters."""
+    right: Tensor
+    """All right factors."""
+    matrices: list[_Matrix]
+    wholes: list[tuple[_Place, Tensor]]
+    """Places of the parameters that are summed as they are, in the bucket and among the values of ``left``."""
+    state_of: list[list[Tensor]]
+    """Residual and right factor of each parameter, (numel,) each; the factor is empty if it is not compressed."""
+
 
 class PowerSgdReducer:
     """Sums matrices by one step of a power iteration (Vogels, Karimireddy & Jaggi, NeurIPS 2019, algorithms 1 and 2).
 
     A parameter of two or more dimensions is treated as a matrix, the first dimension of its memory by the others, if
     its factors are smaller: (rows + columns) * low_rank < rows * columns. All others are summed as they are. A ``sum``
-    over p ranks is
+    of a bucket over p ranks is
 
     1. accumulate: M = gradient + residual, (rows, columns), of this rank;
     2. left factors: P = M Q, (rows, low_rank), with Q from the last iteration. All P and the uncompressed parameters
@@ -85,12 +130,9 @@ class PowerSgdReducer:
         self._world_size = world_size
         self._low_rank = low_rank
         self._seed = seed
-        self._left = torch.empty(0)  # all left factors, and the uncompressed parameters
-        self._right = torch.empty(0)  # all right factors
-        self._residuals = torch.empty(0)
-        self._matrices: list[_Matrix] = []
-        self._uncompressed: list[tuple[int, Tensor]] = []  # the parameter's index, and its place in ``_left``
-        self._ready = False
+        self._residuals: dict[int, Tensor] = {}  # by number of the flat tensor
+        self._rights: dict[int, Tensor] = {}  # by number of the bucket's first flat tensor, as rooms are
+        self._rooms: dict[int, _Room] = {}
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
         if self._world_size > 1:
@@ -99,25 +141,25 @@ class PowerSgdReducer:
             finish(flat)
 
     def _sum(self, buffer: FlatBuffer) -> None:
-        self.state(buffer)  # makes room, if there is none
+        room, flats = self._room(buffer), buffer.flats
         # 1. and 2.
-        for matrix in self._matrices:
-            matrix.residual.add_(_as_matrix(buffer, matrix))
+        for matrix in room.matrices:
+            matrix.residual.add_(matrix.in_flats(flats))
             torch.mm(matrix.residual, matrix.right, out=matrix.left)
-        for index, place in self._uncompressed:
-            place.copy_(_values(buffer, index))
-        self._all_reduce(self._left)
-        for index, place in self._uncompressed:
-            _values(buffer, index).copy_(place)
+        for place, sent in room.wholes:
+            sent.copy_(place.in_flats(flats))
+        self._all_reduce(room.left)
+        for place, sent in room.wholes:
+            place.in_flats(flats).copy_(sent)
         # 3.
-        for matrix in self._matrices:
+        for matrix in room.matrices:
             if are_finite([matrix.left]):
                 matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
             torch.mm(matrix.residual.t(), matrix.left, out=matrix.right)
-        self._all_reduce(self._right)
+        self._all_reduce(room.right)
         # 4.
-        for matrix in self._matrices:
-            values = _as_matrix(buffer, matrix)
+        for matrix in room.matrices:
+            values = matrix.in_flats(flats)
             if are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
                 values.copy_(matrix.left @ matrix.right.t())
                 matrix.residual.add_(values, alpha=-1 / self._world_size)
@@ -125,8 +167,9 @@ class PowerSgdReducer:
                 values.fill_(torch.nan)
                 matrix.residual.zero_()
                 matrix.right.copy_(matrix.first_right)
-        if not are_finite([self._residuals]):  # values that overflowed in the last step
-            self._residuals.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if not are_finite(room.residuals):  # values that overflowed in the last step
+            for residual in room.residuals:
+                residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         lefts, rights = 0, 0
@@ -139,23 +182,38 @@ class PowerSgdReducer:
         return sum(map(self._all_reduce.wire_bytes, parts))
 
     def state(self, buffer: FlatBuffer) -> list[Tensor]:
-        if self._world_size > 1 and not self._ready:
-            self._make_room(buffer)
-        return [self._residuals, self._right]
+        if self._world_size == 1:
+            return []
+        room = self._room(buffer)
+        return [*room.residuals, room.right]
+
+    def state_of(self, number: int, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        return self._rooms[number].state_of if number in self._rooms else [[] for _ in parameters]
+
+    def forget_from(self, number: int) -> None:
+        self._residuals = {one: kept for one, kept in self._residuals.items() if one < number}
+        self._rights = {one: kept for one, kept in self._rights.items() if one < number}
+        self._rooms = {one: kept for one, kept in self._rooms.items() if one < number}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": self._residuals.clone(), "right": self._right.clone()}
+        return {
+            "residuals": [self._residuals[number].clone() for number in sorted(self._residuals)],
+            "rights": {first: right.clone() for first, right in self._rights.items()},
+        }
 
     def check_state(self, state: dict[str, Any], buckets: Sequence[Sequence[Tensor]]) -> None:
-        if state["right"].numel():
-            matrices = [shape for bucket in buckets for shape in map(self._shape, bucket) if shape[1]]
-            sizes = [sum(rows * columns for rows, columns in matrices), sum(c * self._low_rank for _, c in matrices)]
-            check_sizes([state["residuals"].numel(), state["right"].numel()], sizes)
+        check_kept(state["residuals"], buckets)
+        first = 0
+        for bucket in buckets:
+            if first in state["rights"]:
+                here = self._low_rank * sum(columns for _, columns in map(self._shape, bucket))
+                check_sizes([state["rights"][first].numel()], [here])
+            first += len(sizes_of_flats([bucket]))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._residuals = state["residuals"].clone()
-        self._right = state["right"].clone()
-        self._ready = False
+        self._residuals = {number: residual.clone() for number, residual in enumerate(state["residuals"])}
+        self._rights = {first: right.clone() for first, right in state["rights"].items()}
+        self._rooms = {}
 
     def _shape(self, view: Tensor) -> tuple[int, int]:
         """Return rows and columns of a parameter's matrix; for one that is not compressed, its numel and 0."""
@@ -167,54 +225,50 @@ class PowerSgdReducer:
                 return rows, columns
         return numel, 0
 
-    def _make_room(self, buffer: FlatBuffer) -> None:
-        """Lay out the flat tensors for buffers like this one; loaded state is kept."""
+    def _room(self, buffer: FlatBuffer) -> _Room:
+        """Return the memory for buckets like this one, made once."""
+        if buffer.first not in self._rooms:
+            self._rooms[buffer.first] = self._make_room(buffer)
+        return self._rooms[buffer.first]
+
+    def _make_room(self, buffer: FlatBuffer) -> _Room:
+        """Lay out the tensors for buckets like this one; loaded state is kept."""
+        flats, first, low_rank = buffer.flats, buffer.first, self._low_rank
         shapes = [self._shape(view) for view in buffer.views]
-        matrices = [(index, rows, columns) for index, (rows, columns) in enumerate(shapes) if columns]
-        uncompressed = [(index, numel) for index, (numel, columns) in enumerate(shapes) if not columns]
-        device, low_rank = buffer.flats[0].device, self._low_rank
-        of_lefts = [rows * low_rank for _, rows, _ in matrices]
-        of_rights = [columns * low_rank for _, _, columns in matrices]
-        of_residuals = [rows * columns for _, rows, columns in matrices]
+        # All left factors are in front of what is summed as it is.
+        order = sorted(range(len(shapes)), key=lambda index: not shapes[index][1])
+        of_lefts = [rows * low_rank if columns else rows for rows, columns in shapes]
+        of_rights = [columns * low_rank for _, columns in shapes]
+        left = torch.zeros(sum(of_lefts), dtype=torch.float32, device=flats[0].device)
+        lefts = dict(zip(order, left.split([of_lefts[index] for index in order]), strict=True))
+        first_right = self._random(first, sum(of_rights)).to(left.device)
+        right = self._rights.setdefault(first, first_right.clone())
+        residuals = [
+            self._residuals.setdefault(number, torch.zeros_like(as_real(flat), dtype=torch.float32))
+            for number, flat in enumerate(flats, first)
+        ]
+        room = _Room(residuals, left, right, [], [], [])
+        places = [_Place(flat, slice(start, stop)) for flat, start, stop in places_in_flats([buffer.views])]
+        of_each = zip(shapes, places, right.split(of_rights), first_right.split(of_rights), strict=True)
+        for index, ((rows, columns), place, own_right, own_first) in enumerate(of_each):
+            residual = place.in_flats(residuals)
+            room.state_of.append([residual, own_right])
+            if not columns:
+                room.wholes.append((place, lefts[index]))
+                continue
+            room.matrices.append(
+                _Matrix(
+                    place=place,
+                    residual=residual.view(rows, columns),
+                    left=lefts[index].view(rows, low_rank),
+                    right=own_right.view(columns, low_rank),
+                    first_right=own_first.view(columns, low_rank),
+                )
+            )
+        return room
+
+    def _random(self, first: int, numel: int) -> Tensor:
+        """Return random values for the first Q of the bucket whose first flat tensor has the number ``first``."""
         # Made from integers, which are the same on all processors, unlike torch's normal numbers.
-        generator = torch.Generator().manual_seed(self._seed)
-        integers = torch.randint(-(2**23), 2**23, (sum(of_rights),), generator=generator)
-        first_right = integers.float().mul_(2**-23).to(device)
-        if not self._right.numel():
-            self._right = first_right.clone()
-            self._residuals = torch.zeros(sum(of_residuals), dtype=torch.float32, device=device)
-        lefts_and_whole = sum(of_lefts) + sum(numel for _, numel in uncompressed)
-        self._left = torch.zeros(lefts_and_whole, dtype=torch.float32, device=device)
-        lefts, whole = self._left.split([sum(of_lefts), self._left.numel() - sum(of_lefts)])
-        self._uncompressed = [
-            (index, place)
-            for (index, _), place in zip(uncompressed, whole.split([numel for _, numel in uncompressed]), strict=True)
-        ]
-        self._matrices = [
-            _Matrix(
-                index=index,
-                residual=residual.view(rows, columns),
-                left=left.view(rows, low_rank),
-                right=right.view(columns, low_rank),
-                first_right=first.view(columns, low_rank),
-            )
-            for (index, rows, columns), residual, left, right, first in zip(
-                matrices,
-                self._residuals.split(of_residuals),
-                lefts.split(of_lefts),
-                self._right.split(of_rights),
-                first_right.split(of_rights),
-                strict=True,
-            )
-        ]
-        self._ready = True
-
-
-def _as_matrix(buffer: FlatBuffer, matrix: _Matrix) -> Tensor:
-    """Return the parameter's gradient in ``buffer`` as a matrix, which is a view."""
-    return _values(buffer, matrix.index).view(matrix.residual.shape)
-
-
-def _values(buffer: FlatBuffer, index: int) -> Tensor:
-    """Return the real numbers of a parameter's gradient in ``buffer``, a view of one dimension, as memory has them."""
-    return as_real(in_memory_order(buffer.views[index]))
+        generator = torch.Generator().manual_seed(self._seed + first)
+        return torch.randint(-(2**23), 2**23, (numel,), generator=generator).float().mul_(2**-23)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
-from pipesgd.codecs.options import codec_named
+from pipesgd.codecs.options import CodecOptions, codec_named
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.flat_buffer import BucketedBuffer
 from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
@@ -288,6 +288,7 @@ def test_two_ranks_train_with_buckets_as_without_bit_for_bit(way: dict[str, Any]
         {"width": 2, "codec": "sign", "prediction": "local", "accumulation": 2},
         {"width": 1, "codec": "bf16", "all_reduce": "native"},
         {"width": 1, "codec": "int4", "all_reduce": "halving-doubling", "segment_bytes": 16},
+        {"width": 2, "codec": codec_named("powersgd", low_rank=1)},
     ],
     ids=str,
 )
@@ -364,11 +365,12 @@ def _apart(ranks: Ranks, options: dict[str, Any]) -> list[tuple[str, int]]:
                     Pipelined(
                         model,
                         torch.optim.SGD(group, lr=0.1, momentum=0.9),
+                        seed=number,  # with which powersgd begins the bucket of this number
                         ranks=ranks,
                         **sections(buckets=buckets, **options),
                     )
                 )
-                for group in groups
+                for number, group in enumerate(groups)
             ]
             transports = [pipeline.pipeline.flight.connections.transport for pipeline in pipelines]
             before = sum(transport.bytes_sent for transport in transports)
@@ -385,9 +387,9 @@ def _apart(ranks: Ranks, options: dict[str, Any]) -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("codec", ["int8", "int4", "bf16"])
-def test_buckets_are_summed_as_by_pipelines_of_their_own(width: int, codec: str) -> None:
-    """Each has its own chunks, padding and residuals, and sends the bytes that it announces."""
+@pytest.mark.parametrize("codec", ["int8", "int4", "bf16", codec_named("powersgd", low_rank=1)], ids=str)
+def test_buckets_are_summed_as_by_pipelines_of_their_own(width: int, codec: str | CodecOptions) -> None:
+    """Each has its own chunks, padding, residuals and factors, and sends the bytes that it announces."""
     options = {"width": width, "codec": codec, "prediction": "none", "segment_bytes": 64}
     for together, apart in run_ranks(3, _apart, options):
         assert together == apart
@@ -575,7 +577,7 @@ def test_a_step_after_a_refused_bucket_takes_all_gradients(sparse: str, refused:
 # ---- State
 
 
-def _resume(ranks: Ranks, width: int, codec: str) -> tuple[str, str]:
+def _resume(ranks: Ranks, width: int, codec: str | CodecOptions) -> tuple[str, str]:
     def build() -> tuple[Net, torch.optim.Optimizer, Pipelined]:
         model = _net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -672,9 +674,11 @@ def test_a_state_dict_is_the_way_back_from_an_interruption_with_buckets() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "codec"), [(1, "int4"), (3, "sign")])
-def test_a_state_dict_continues_bit_for_bit(width: int, codec: str) -> None:
-    """It has residuals and means in flight, bucket by bucket."""
+@pytest.mark.parametrize(
+    ("width", "codec"), [(1, "int4"), (3, "sign"), (2, codec_named("powersgd", low_rank=1))], ids=str
+)
+def test_a_state_dict_continues_bit_for_bit(width: int, codec: str | CodecOptions) -> None:
+    """It has residuals, factors and means in flight, bucket by bucket."""
     for uninterrupted, resumed in run_ranks(2, _resume, width, codec):
         assert uninterrupted == resumed
 

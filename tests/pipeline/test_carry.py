@@ -8,6 +8,7 @@ from _ranks import run_ranks
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
+from pipesgd.codecs.options import CodecOptions, codec_named
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 
@@ -60,13 +61,13 @@ def test_what_is_carried_is_added_once_also_by_one_rank() -> None:
     assert moved == pytest.approx([2.0, 4.0])
 
 
-def _regrouped(ranks: Ranks, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _regrouped(ranks: Ranks, width: int, codec: CodecOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Change the connections before an iteration; return the sums of gradients and of updates, and the residual."""
     torch.manual_seed(0)
     model = nn.Linear(70, 3, bias=False)
     torch.manual_seed(ranks.rank)
     start, gradients = model.weight.detach().clone(), torch.zeros(3, 70)
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=width, codec="int4", ranks=ranks) as one:
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=width, codec=codec, ranks=ranks) as one:
         for iteration, batch in enumerate(torch.randn(6, 4, 70)):
             for _ in range({3: 1, 5: 2}.get(iteration, 0)):
                 one.regroup()
@@ -79,10 +80,11 @@ def _regrouped(ranks: Ranks, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return gradients, start - model.weight.detach(), residual.view(3, 70)
 
 
+@pytest.mark.parametrize("codec", [codec_named("int4"), codec_named("powersgd", low_rank=1)], ids=str)
 @pytest.mark.parametrize("width", [1, 3])
-def test_nothing_is_lost_where_ranks_connect_anew(width: int) -> None:
+def test_nothing_is_lost_where_ranks_connect_anew(width: int, codec: CodecOptions) -> None:
     """Updates, and the mean of what is still left out, are together the mean of the ranks' gradients."""
-    found = run_ranks(2, _regrouped, width)
+    found = run_ranks(2, _regrouped, width, codec)
     gradients, updates, residuals = (torch.stack(one) for one in zip(*found, strict=True))
     assert torch.equal(updates[0], updates[1])
     assert residuals.abs().max() > 1e-3

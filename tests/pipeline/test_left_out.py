@@ -12,7 +12,7 @@ from _sections import sections
 from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, codec_named
+from pipesgd.codecs.options import BUCKET_CODECS, CodecOptions, codec_named
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Undo
 from pipesgd.sections import Updates, Windows
@@ -87,7 +87,7 @@ def _pipelined_one(
 @pytest.mark.parametrize("options", [{"width": 1}, {"width": 2}, {"width": 2, "scaled": True}, {"buckets": 3}], ids=str)
 def test_nothing_of_a_gradient_that_is_left_out_is_applied_later(options: dict[str, Any]) -> None:
     """All updates are bit for bit those of the run without that gradient, also if it is the first one."""
-    codecs = {name: one for name, one in CODECS.items() if "buckets" not in options or one.codec in DENSE_CODECS}
+    codecs = {name: one for name, one in CODECS.items() if "buckets" not in options or one.codec in BUCKET_CODECS}
     for of_cases in run_ranks(2, _pipelined, [(codec, options) for codec in codecs.values()]):
         for name, outcomes in zip(codecs, of_cases, strict=True):
             _check(name, *outcomes)

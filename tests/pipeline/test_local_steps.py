@@ -19,6 +19,7 @@ from _small_problem import assert_same_weights, regress, small_problem
 from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
+from pipesgd.codecs.options import codec_named
 from pipesgd.config import TrainConfig
 from pipesgd.errors import DisagreementError, NonFiniteGradientError, RunError, UserInputError
 from pipesgd.ranks import Ranks
@@ -541,6 +542,7 @@ def _resume(ranks: Ranks, options: dict[str, Any], at: int) -> tuple[str, str, b
         ({"local_steps": 4, "width": 2, "codec": "int4"}, 7),
         ({"local_steps": 2, "width": 2, "outer": "nesterov"}, 7),
         ({"local_steps": 2, "width": 2, "fragments": 3, "codec": "int4"}, 9),
+        ({"local_steps": 2, "width": 2, "fragments": 3, "codec": codec_named("powersgd", low_rank=1)}, 9),
         ({"local_steps": 2, "width": 1, "fragments": 4}, 6),
         ({"local_steps": 4, "width": 1, "outer": "elastic"}, 6),
         ({"local_steps": 2, "width": 1, "average_state": True}, 6),

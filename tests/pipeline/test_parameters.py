@@ -206,7 +206,7 @@ def test_powersgd_begins_with_the_same_factors_on_every_processor() -> None:
     buffer = FlatBuffer([torch.zeros(30, 40)])
     buffer.views[0].fill_(torch.nan)  # the next sum starts from the first factors again
     reducer.sum(buffer, 0)
-    first = reducer.state_dict()["right"]
+    first = reducer.state_dict()["rights"][0]
     assert torch.equal(first * 2**23, (first * 2**23).round()), "integers, which every processor draws alike"
     assert first.unique().numel() == 40
     assert first.abs().max() <= 1.0

@@ -251,7 +251,7 @@ def _states_with_more_and_fewer_residuals(ranks: Ranks, codec: CodecOptions) -> 
         (codec_named("int4"), "544", "272"),
         (codec_named("topk"), "544", "272"),
         (codec_named("topk", momentum_correction=0.9), "544", "272"),
-        (codec_named("powersgd", low_rank=1), "512 + 32", "256 + 16"),
+        (codec_named("powersgd", low_rank=1), "544", "272"),
     ],
     ids=str,
 )
