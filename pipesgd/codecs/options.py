@@ -26,6 +26,9 @@ ROUNDINGS = ("nearest", "stochastic")
 NATIVE_CODECS = ("fp32", "bf16", "fp16", "powersgd")
 """Names of the codecs whose values, or factors, torch's own all-reduce can add up."""
 
+FACTOR_CODECS = ("fp32", "bf16", "int8")
+"""Names of the codecs of factors of low rank."""
+
 MAX_BLOCK = 1 << 20
 
 
@@ -98,6 +101,7 @@ class CodecOptions:
             "gives_back": self.gives_back,
             "remembers": self.remembers,
             "error_feedback": getattr(self, "error_feedback", None),
+            "factors": getattr(self, "factors", "fp32"),
             "own_momentum": self.own_momentum,
         }
 

@@ -76,8 +76,11 @@ class GradientCodec(CodecOptions, ABC):
         return True
 
     @abstractmethod
-    def reducer(self, connections: Connections, *, seed: int) -> Reducer:
-        """Return the reducer that sums gradients over ``connections``; all ranks give the same ``seed``."""
+    def reducer(self, connections: Connections, *, device: str, seed: int) -> Reducer:
+        """Return the reducer that sums gradients on ``device`` ("cpu" or "cuda") over ``connections``. Collective.
+
+        All ranks give the same ``seed``.
+        """
 
     def check(self, parameters: Sequence[Tensor]) -> None:
         """Raise ``UserInputError`` unless gradients of ``parameters`` can be compressed like this."""

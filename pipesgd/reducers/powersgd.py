@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.options import FACTOR_CODECS, codec_named
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.comm.connections import Connections
 from pipesgd.flat_buffer import (
@@ -22,6 +25,12 @@ from pipesgd.flat_buffer import (
 )
 from pipesgd.options import option
 from pipesgd.reducers.base import GradientCodec, as_real, check_kept
+from pipesgd.reducers.make import compiled_codec
+
+SHORTEST = 1e-30
+"""Length below which a column is not made 1 long: it is zero, or nearly so."""
+FACTOR_BLOCK = 64
+"""Block of int8 for factors: few blocks then have values of two columns, whose sizes may be far apart."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +40,33 @@ class PowerSgd(GradientCodec):
     name: str = field(default="powersgd", init=False)
     low_rank: int = option(4, at_least=1)
     """Rank of the factors."""
+    factors: str = option("fp32", choices=FACTOR_CODECS, named="factor-codec")
+    """Encoding of the factors and of what is not compressed, on the wire: fp32 (exact), bf16 or int8."""
 
     @property
     def multiplies(self) -> bool:
         return True
 
-    def _words(self) -> list[str]:
-        return [f"of rank {self.low_rank}"]
+    def make(self, device: str = "cpu") -> Codec:
+        """Return the codec of the factors."""
+        block = {"block": FACTOR_BLOCK} if self.factors == "int8" else {}
+        return codec_named(self.factors, **block).make(device)
 
-    def reducer(self, connections: Connections, *, seed: int) -> PowerSgdReducer:
-        ranks = connections.ranks
-        return PowerSgdReducer(connections.all_reduce(), world_size=ranks.world_size, low_rank=self.low_rank, seed=seed)
+    def _words(self) -> list[str]:
+        return [f"of rank {self.low_rank}", *[f"in {self.factors}"] * (self.factors != "fp32")]
+
+    def reducer(self, connections: Connections, *, device: str, seed: int) -> PowerSgdReducer:
+        return self.summed_by(connections, compiled_codec(self, connections.ranks, device), seed=seed)
+
+    def summed_by(self, connections: Connections, codec: Codec, *, seed: int) -> PowerSgdReducer:
+        """Return the reducer that sums factors over ``connections``, encoded by ``codec``, that of ``make``."""
+        return PowerSgdReducer(
+            connections.all_reduce(codec),
+            world_size=connections.ranks.world_size,
+            low_rank=self.low_rank,
+            exact=codec.in_place,
+            seed=seed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +83,17 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
+class _Whole:
+    """A parameter that is not compressed."""
+
+    place: _Place
+    residual: Tensor
+    """Residual, (numel,), zero where encodings are exact."""
+    sent: slice
+    """Its place in ``left`` of its bucket."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Matrix:
     """A compressed parameter, with views into the tensors of its bucket."""
 
@@ -65,9 +101,9 @@ class _Matrix:
     residual: Tensor
     """Residual, (rows, columns)."""
     left: Tensor
-    """Left factor, (rows, low_rank), P of the paper."""
+    """Left factor, (low_rank, rows), P of the paper, column by column."""
     right: Tensor
-    """Right factor, (columns, low_rank), Q of the paper."""
+    """Right factor, (low_rank, columns), Q of the paper, column by column."""
     first_right: Tensor
     """Random right factor to begin with."""
 
@@ -87,8 +123,9 @@ class _Room:
     right: Tensor
     """All right factors."""
     matrices: list[_Matrix]
-    wholes: list[tuple[_Place, Tensor]]
-    """Places of the parameters that are summed as they are, in the bucket and among the values of ``left``."""
+    lost: Tensor | None
+    """Values that this rank's encodings leave out of ``left``, in the present sum; None if they are exact."""
+    wholes: list[_Whole]
     state_of: list[list[Tensor]]
     """Residual and right factor of each parameter, (numel,) each; the factor is empty if it is not compressed."""
 
@@ -101,14 +138,20 @@ class PowerSgdReducer:
     of a bucket over p ranks is
 
     1. accumulate: M = gradient + residual, (rows, columns), of this rank;
-    2. left factors: P = M Q, (rows, low_rank), with Q from the last iteration. All P and the uncompressed parameters
-       are summed in one all-reduce; then the columns of each P are made orthonormal;
+    2. left factors: P = M Q, (rows, low_rank), with Q from the last iteration, its columns made 1 long. All P and the
+       uncompressed parameters are summed in one all-reduce; then the columns of each P are made orthonormal;
     3. right factors: Q = M^T P, (columns, low_rank), summed in a second all-reduce;
     4. decode: the sum is P Q^T; the residual becomes M - P Q^T / p, so that the sum and all ranks' residuals together
-       equal the ranks' inputs. The next iteration starts from Q, whose scale does not matter there.
+       equal the ranks' inputs. The next iteration starts from Q.
 
     A value that is not finite makes its whole matrix NaN on all ranks, which drop its residual and restart from the
     first Q.
+
+    Factors may be encoded on the wire. Whatever P^ the ranks then have, made orthonormal, and whatever Q^, both are the
+    same bytes on all of them, and the residual of step 4 has what their encodings left out, too, since it is what the
+    ranks' inputs have in excess of P^ Q^T. A parameter that is not compressed has a residual of its own encodings.
+    Factors are sent column by column, and int8 has small blocks, so that a scale is of one column: their lengths are as
+    far apart as singular values. Those of P are about as long as those of Q, since that is 1 long where it multiplies.
 
     Everything is computed in float32. Every rank makes P orthonormal (by Householder QR, where a column of zeros
     becomes a direction to explore, which would stay zero for ever with Gram-Schmidt) and multiplies P Q^T itself from
@@ -119,16 +162,18 @@ class PowerSgdReducer:
     A single rank keeps its gradients as they are.
 
     Args:
-        all_reduce: sums exactly.
+        all_reduce: sums exactly, or with a codec on the wire.
         world_size: number of ranks, p.
         low_rank: columns of the factors.
+        exact: whether ``all_reduce`` sums exactly.
         seed: seed of the first Q, the same on all ranks.
     """
 
-    def __init__(self, all_reduce: AllReduce, *, world_size: int, low_rank: int, seed: int = 0):
+    def __init__(self, all_reduce: AllReduce, *, world_size: int, low_rank: int, exact: bool = True, seed: int = 0):
         self._all_reduce = all_reduce
         self._world_size = world_size
         self._low_rank = low_rank
+        self._exact = exact
         self._seed = seed
         self._residuals: dict[int, Tensor] = {}  # by number of the flat tensor
         self._rights: dict[int, Tensor] = {}  # by number of the bucket's first flat tensor, as rooms are
@@ -145,23 +190,33 @@ class PowerSgdReducer:
         # 1. and 2.
         for matrix in room.matrices:
             matrix.residual.add_(matrix.in_flats(flats))
-            torch.mm(matrix.residual, matrix.right, out=matrix.left)
-        for place, sent in room.wholes:
-            sent.copy_(place.in_flats(flats))
-        self._all_reduce(room.left)
-        for place, sent in room.wholes:
-            place.in_flats(flats).copy_(sent)
+            lengths = torch.linalg.vector_norm(matrix.right, dim=1, keepdim=True)
+            matrix.right.div_(lengths.clamp_min_(SHORTEST))
+            torch.mm(matrix.right, matrix.residual.t(), out=matrix.left)
+        for whole in room.wholes:
+            torch.add(whole.residual, whole.place.in_flats(flats), out=room.left[whole.sent])
+        if room.lost is None:
+            self._all_reduce(room.left)
+        else:
+            self._all_reduce(room.left, room.lost.zero_())
+        for whole in room.wholes:
+            whole.place.in_flats(flats).copy_(room.left[whole.sent])
+            if room.lost is not None:
+                whole.residual.copy_(room.lost[whole.sent])
         # 3.
         for matrix in room.matrices:
             if are_finite([matrix.left]):
-                matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
-            torch.mm(matrix.residual.t(), matrix.left, out=matrix.right)
+                matrix.left.copy_(torch.linalg.qr(matrix.left.t()).Q.t())
+            torch.mm(matrix.left, matrix.residual, out=matrix.right)
         self._all_reduce(room.right)
         # 4.
         for matrix in room.matrices:
             values = matrix.in_flats(flats)
             if are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
-                values.copy_(matrix.left @ matrix.right.t())
+                if values.dtype == torch.float32:
+                    torch.mm(matrix.left.t(), matrix.right, out=values)
+                else:
+                    values.copy_(matrix.left.t() @ matrix.right)
                 matrix.residual.add_(values, alpha=-1 / self._world_size)
             else:
                 values.fill_(torch.nan)
@@ -240,29 +295,30 @@ class PowerSgdReducer:
         of_lefts = [rows * low_rank if columns else rows for rows, columns in shapes]
         of_rights = [columns * low_rank for _, columns in shapes]
         left = torch.zeros(sum(of_lefts), dtype=torch.float32, device=flats[0].device)
-        lefts = dict(zip(order, left.split([of_lefts[index] for index in order]), strict=True))
+        stops = itertools.accumulate(of_lefts[index] for index in order)
+        lefts = {index: slice(stop - of_lefts[index], stop) for index, stop in zip(order, stops, strict=True)}
         first_right = self._random(first, sum(of_rights)).to(left.device)
         right = self._rights.setdefault(first, first_right.clone())
         residuals = [
             self._residuals.setdefault(number, torch.zeros_like(as_real(flat), dtype=torch.float32))
             for number, flat in enumerate(flats, first)
         ]
-        room = _Room(residuals, left, right, [], [], [])
+        room = _Room(residuals, left, right, [], None if self._exact else torch.empty_like(left), [], [])
         places = [_Place(flat, slice(start, stop)) for flat, start, stop in places_in_flats([buffer.views])]
         of_each = zip(shapes, places, right.split(of_rights), first_right.split(of_rights), strict=True)
         for index, ((rows, columns), place, own_right, own_first) in enumerate(of_each):
             residual = place.in_flats(residuals)
             room.state_of.append([residual, own_right])
             if not columns:
-                room.wholes.append((place, lefts[index]))
+                room.wholes.append(_Whole(place, residual, lefts[index]))
                 continue
             room.matrices.append(
                 _Matrix(
                     place=place,
                     residual=residual.view(rows, columns),
-                    left=lefts[index].view(rows, low_rank),
-                    right=own_right.view(columns, low_rank),
-                    first_right=own_first.view(columns, low_rank),
+                    left=left[lefts[index]].view(low_rank, rows),
+                    right=own_right.view(low_rank, columns),
+                    first_right=own_first.view(low_rank, columns),
                 )
             )
         return room

@@ -47,7 +47,7 @@ FOLLOWED = {
         name: (f"{SMALL} --codec {codec}", f"--{name} {value}")
         for name, codec, value in (
             ("codec-block", "int4", "64"), ("rounding", "int8", "stochastic"), ("error-feedback", "int4", "off"),
-            ("qsgd-levels", "qsgd", "3"), ("low-rank", "powersgd", "2"),
+            ("qsgd-levels", "qsgd", "3"), ("low-rank", "powersgd", "2"), ("factor-codec", "powersgd", "int8"),
         )
     },
     "fragments": (f"{SMALL} --local-steps 2", "--fragments 2"),

@@ -65,7 +65,7 @@ class TopK(GradientCodec):
             if numel > torch.iinfo(torch.int32).max:
                 raise UserInputError(f"parameters must be at most 2**31 - 1 with --codec topk; got {numel}")
 
-    def reducer(self, connections: Connections, *, seed: int) -> TopKReducer:
+    def reducer(self, connections: Connections, *, device: str, seed: int) -> TopKReducer:
         ranks = connections.ranks
         return self.sums(connections.all_gather(), rank=ranks.rank, world_size=ranks.world_size)
 
