@@ -245,7 +245,7 @@ def test_a_crossing_is_interpolated_between_evaluations_or_not_known() -> None:
 def test_no_cell_is_empty_without_a_reason() -> None:
     ratios = {f"times_as_fast_as_{over}{end}" for over in ("ddp", "fp16") for end in ("", "_low", "_high")}
     of_ranks = {"fastest_rank_s", "slowest_rank_s"}
-    timed = {"iteration_s", "iteration_lowest_s", "iteration_highest_s", "wire_bytes"}
+    timed = {"iteration_s", "iteration_lowest_s", "iteration_highest_s", "wire_bytes", "hidden_s"}
     of_trainings = {f"accuracy_{end}" for end in ("mean", "difference", "lowest", "highest")}
     reasons = {
         "not_predicted": {"predicted_s", "predicted_low_s", "predicted_high_s", "prediction_error"},
