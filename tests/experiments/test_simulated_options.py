@@ -58,6 +58,7 @@ REFUSED = {
     "rounding": "stochastic --codec int8", "error-feedback": "off --codec int8", "qsgd-levels": "3 --codec qsgd",
     "density": "0.5 --codec topk", "density-warmup": "3 --codec topk", "momentum-correction": "0.5 --codec topk",
     "low-rank": "2 --codec powersgd", "factor-codec": "int8 --codec powersgd",
+    "rank-compression": "8 --codec powersgd",
     "cluster": "cluster.toml", "output": "runs/other", "resume": "",
     "overwrite": "", "dry-run": "", "device": "cuda", "timeout": "3", "stall-seconds": "3", "farewell-seconds": "3",
     "on-nonfinite": "skip", "check-replicas": "3", "checkpoint-seconds": "3", "checkpoint-iterations": "3",
