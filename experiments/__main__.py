@@ -59,13 +59,11 @@ class Experiment:
 
 
 KEEP_RUNS = (
-    "codec_accuracy",
+    "accuracy",
     "faults",
     "fig02_breakdown",
     "kill_anywhere",
-    "lateness",
     "local_steps_accuracy",
-    "staleness",
     "systems",
     "validate_timing_model",
 )
@@ -87,10 +85,8 @@ EXPERIMENTS = (
         minutes=40,
     ),
     Experiment(name="bench_codecs", words="bench_codecs", minutes=15),
-    Experiment(name="codec_accuracy", words="codec_accuracy", minutes=90),
-    Experiment(name="staleness", words="staleness", minutes=4 * 60),
+    Experiment(name="accuracy", words="accuracy", minutes=7 * 60),
     Experiment(name="local_steps_accuracy", words="local_steps_accuracy", minutes=190),
-    Experiment(name="lateness", words="lateness", minutes=90),
     Experiment(name="systems", words="systems", minutes=8 * 60),
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
     Experiment(name="validate_local_steps", words="validate_local_steps", minutes=27),

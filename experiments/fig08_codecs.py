@@ -22,7 +22,7 @@ from experiments import command, figures, style
 from experiments.bench_codecs import CODECS as TIMED
 from experiments.figures import PaperFigure
 from experiments.results import RESULTS, Row, grouped, load
-from experiments.simulation import Ring
+from experiments.simulated_sums import Ring
 from pipesgd.codecs.options import DENSE_CODECS, codec_named
 from pipesgd.ranks import Ranks
 
@@ -46,9 +46,8 @@ def error_of_sum(codec: str, world_size: int, numel: int, seed: int = 0) -> floa
     generator = torch.Generator().manual_seed(seed)
     flats = [torch.randn(numel, generator=generator) for _ in range(world_size)]
     exact = torch.stack(flats).double().sum(0)
-    total = torch.empty(numel)
-    Ring(codec_named(codec).make(), flats, error_feedback=False).sum_into(total, key=seed)
-    return float((total.double() - exact).norm() / exact.norm())
+    Ring(codec_named(codec).make(), world_size).sum(flats, [None] * world_size, key=seed)
+    return float((flats[-1].double() - exact).norm() / exact.norm())
 
 
 def bits(codec: str, numel: int = NUMEL) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import (
+    accuracy,
     command,
     fig01_schedules,
     fig02_breakdown,
@@ -21,10 +22,8 @@ from experiments import (
     fig08_codecs,
     figures,
     first_screen,
-    lateness,
     local_steps_accuracy,
     loops_on_links,
-    staleness_figure,
 )
 from experiments.results import REPOSITORY, RESULTS, Row, load
 from experiments.systems import pictures
@@ -56,9 +55,8 @@ writes this page; the notebooks in `notebooks/` explain them.
 DRAWN: dict[str, Draw] = {
     "bench_gpu": loops_on_links.draw,
     "bench_torchft": loops_on_links.draw,
-    "lateness": lateness.draw,
     "local_steps_accuracy": local_steps_accuracy.draw,
-    "staleness": staleness_figure.draw,
+    "accuracy": accuracy.draw,
 }
 """Functions that draw other figures, by the names of their results. Results that no page shows have no figure, and the
 figures of archived experiments stay as they are."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,6 @@ from experiments import command, figures, simulated_runs, simulated_tables, styl
 from experiments.results import Panels, Row
 from experiments.simulated_runs import QUICK_ITERATIONS, Run
 from experiments.simulated_tables import changes, column, cost_of, mean_of_all, outcome, texts_next_to_sync
-from experiments.staleness_figure import ACCURACY, LOSS
-from experiments.staleness_runs import OPTIMIZERS, WORKLOADS
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 
@@ -47,6 +45,35 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAME = "local_steps_accuracy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training, its length, and its learning rate."""
+
+    words: str
+    """Arguments of ``pipesgd.train`` for data and model."""
+    lr: float
+    """Learning rate that suits synchronous training."""
+    iterations: int
+    judged_by_loss: bool = False
+    """True if the test loss is judged, where accuracy is not what people look at."""
+
+
+WORKLOADS = {
+    "mlp": Workload(
+        words="--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32", lr=0.1, iterations=1404
+    ),
+    "convnet": Workload(words="--dataset fashion-mnist --model convnet --batch-size 32", lr=0.1, iterations=468),
+    "transformer": Workload(
+        words="--dataset python-stdlib --model transformer --batch-size 8",
+        lr=0.008,
+        iterations=600,
+        judged_by_loss=True,
+    ),
+    "digits": Workload(words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", lr=0.1, iterations=100),
+}
+"""Workloads; the last is for trying out."""
 TRAINED, STEPS = ("mlp", "convnet", "transformer"), (2, 4, 8, 32)
 SYNCHRONOUS, ACCUMULATION, LOCAL_STEPS, DILOCO = "synchronous", "accumulation", "local steps", "DiLoCo"
 STREAMING, FRAGMENTS = "weight streaming", 4
@@ -134,12 +161,12 @@ def plan(workloads: Sequence[str], steps: Sequence[int], seeds: int, *, quick: b
 def planned_run(name: str, way: Way, seed: int, iterations: int) -> Planned:
     """Return the run of a workload that sees the samples of this many iterations."""
     workload = WORKLOADS[name]
-    optimizer, rate = next(iter(workload.optimizers.items()))
     updates = max(1, iterations // way.local_steps) if way.method == ACCUMULATION else iterations
-    lr = rate * way.multiple
-    rest = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle --iterations {updates} --seed {seed}"
+    lr = workload.lr * way.multiple
+    optimizer = "--optimizer adamw" if workload.judged_by_loss else "--optimizer sgd --momentum 0.9"
+    rest = f"{optimizer} --lr {lr:g} --schedule one-cycle --iterations {updates} --seed {seed}"
     words = f"{workload.words} {way.options} {rest}"
-    return Planned(workload=name, seed=seed, words=words, test_every=workload.test_every, way=way, lr=lr)
+    return Planned(workload=name, seed=seed, words=words, way=way, lr=lr)
 
 
 def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
@@ -159,6 +186,21 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
         if (run := runs.get(one.words)) is not None
     ]
 
+
+class Judged(NamedTuple):
+    """The measure that a workload is judged by."""
+
+    mean: str
+    """Column of the mean over seeds."""
+    factor: float
+    """Factor from a value in the column to the one shown."""
+    label: str
+    shown: Callable[[Sequence[float]], tuple[float, float]]
+    """Function from all values to the lowest and the highest one that the figure has room for."""
+
+
+ACCURACY = Judged("accuracy_mean", 100, "test accuracy (%)", lambda values: (max(values) - 8, max(values) + 0.5))
+LOSS = Judged("test_loss_mean", 1, "test loss (nats)", lambda values: (0.98 * min(values), 1.3 * min(values)))
 
 Cell = tuple[str, str, int, int, str]
 """Workload, method, local steps, width and codec."""
@@ -298,7 +340,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     seeds = simulated_runs.seeds_of(arguments)
     planned = plan(arguments.workloads, arguments.local_steps, seeds, quick=arguments.quick)
-    done = simulated_runs.finished_runs(planned, arguments, NAME, console)
+    done = simulated_runs.finished_runs(lambda done: planned, arguments, NAME, console)
     rows = tabulate(planned, done)
     summary = summarize(rows)
     if not summary:

@@ -1,4 +1,4 @@
-"""Predictions from the literature, to compare ``pipesgd``'s own with (``experiments/staleness.py``).
+"""Predictions from the literature, to compare ``pipesgd``'s own with (experiments/LOG.md has what they came to).
 
 - ``Previous`` applies the last mean once more for each gradient in flight.
 - ``Nesterov`` applies gradients of zero, so that momentum alone continues (as in DANA, Hakimi et al., 2019).
@@ -115,4 +115,4 @@ COMPARED: dict[str, type[Prediction]] = {
     "spectrain": SpecTrain,
     "dc": DelayCompensation,
 }
-"""Predictions that are compared, by their names in result files."""
+"""Predictions that are compared, by their names in the log."""

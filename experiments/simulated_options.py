@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from pipesgd.codecs.options import DENSE_CODECS
+from experiments.simulated_sums import is_summed
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 
@@ -13,37 +11,35 @@ DATA_AND_MODEL = (
     *("model", "hidden-sizes", "layers", "heads", "embedding"),
 )
 OPTIMIZATION = (
-    *("optimizer", "lr", "momentum", "weight-decay", "lr-scaling", "schedule", "clip-norm", "clip-value"),
-    *("accumulation", "iterations", "seed"),
+    *("optimizer", "lr", "momentum", "betas", "weight-decay", "lr-scaling", "schedule", "lr-warmup"),
+    *("clip-norm", "clip-value", "accumulation", "iterations", "seed"),
 )
 OF_WINDOWS = ("width", "local-steps", "fragments", "outer", "outer-lr", "outer-momentum", "moving-rate")
 OF_GRADIENTS = ("width", "synchronous-start", "prediction", "guard")
-OTHERS = ("codec", "evaluate-iterations")
+OF_CODECS = (
+    "codec",
+    "codec-block",
+    "rounding",
+    "error-feedback",
+    "qsgd-levels",
+    "low-rank",
+    "rank-compression",
+    "factor-codec",
+)
+OTHERS = ("evaluate-iterations",)
 
 
-def check_simulated(config: TrainConfig, late: Sequence[str] | None) -> None:
-    """Raise ``UserInputError`` for an option that simulated ranks do not follow.
-
-    Args:
-        config: the training.
-        late: layers whose gradients alone are late, as ``--late`` names them; None if all are.
-    """
-    used = {*DATA_AND_MODEL, *OPTIMIZATION, *OTHERS, *(OF_WINDOWS if config.in_windows else OF_GRADIENTS)}
+def check_simulated(config: TrainConfig) -> None:
+    """Raise ``UserInputError`` for an option that simulated ranks do not follow."""
+    used = {*DATA_AND_MODEL, *OPTIMIZATION, *OF_CODECS, *OTHERS, *(OF_WINDOWS if config.in_windows else OF_GRADIENTS)}
     defaults = TrainConfig().options()
     for name, value in config.options().items():
         if name in config.planning.auto or (value != defaults[name] and name not in used):
             raise UserInputError(f"{name} must be left out on simulated ranks, which do not follow it; got {value}")
     if config.optimization.iterations is None:
         raise UserInputError("iterations must be given for simulated ranks; got none")
-    codec, every, window = config.compression.codec, config.run.evaluate_iterations, config.windows.local_steps
-    if codec not in DENSE_CODECS or config.compression.described.stochastic:
-        raise UserInputError(f"codec must be dense and round to nearest on simulated ranks; got {codec}")
+    if not is_summed(config.compression.described):
+        raise UserInputError(f"codec must be dense or powersgd on simulated ranks; got {config.compression.codec}")
+    every, window = config.run.evaluate_iterations, config.windows.local_steps
     if every and every % window:
         raise UserInputError(f"evaluate-iterations must be a multiple of --local-steps {window} here; got {every}")
-    if late is not None and config.in_windows:
-        raise UserInputError(f"late must be left out with windows, which are late as a whole; got {','.join(late)}")
-    if late is not None and config.updates.clip_norm is not None:
-        raise UserInputError(
-            f"clip-norm must be left out with --late, since it needs all gradients at once; "
-            f"got {config.updates.clip_norm}"
-        )

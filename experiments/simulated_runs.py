@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
+import platform
 import shlex
 import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,17 +23,14 @@ from torch import Tensor, nn
 
 from experiments import command
 from experiments.kept_runs import KeptRuns
-from experiments.late_layers import late_layers, not_in
-from experiments.predictions import COMPARED
 from experiments.results import code_state
 from experiments.simulated_options import check_simulated
 from experiments.simulation import SimulatedLocalSteps, SimulatedRanks
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
 from pipesgd.data import CROSS_ENTROPY, DataSplits, ShardedBatches, evaluation_batches, make_workload
-from pipesgd.errors import NonFiniteGradientError
+from pipesgd.errors import NonFiniteGradientError, RunError, UserInputError
 from pipesgd.optim.build import build_optimizer, build_schedule
-from pipesgd.pipeline.prediction import Prediction
 from pipesgd.run import evaluation
 from pipesgd.run.console import say
 
@@ -46,6 +46,8 @@ class Run:
 
     commit: str | None
     """Commit of the code that made the run; None where there is no repository."""
+    versions: str = ""
+    """Versions of torch and Python, on which the rounding and the text of Python's library depend; "" if not kept."""
     seconds: float
     diverged_at: int | None
     """Iteration at which the loss went beyond all bounds, if it did; then there is no result below."""
@@ -66,30 +68,36 @@ class Planned(ABC):
     seed: int
     words: str
     """Arguments of ``pipesgd.train``, all but --output."""
-    test_every: int
-    """Distance between the samples of the test set that are tested; 1 tests all."""
 
     @property
     @abstractmethod
     def name(self) -> str:
         """Name of the run for people."""
 
+    @property
+    def work(self) -> float:
+        """Share of the run in the time of all, in any unit that runs of an experiment have in common."""
+        return 1.0
+
+
+OnePlanned = TypeVar("OnePlanned", bound=Planned)
+
 
 # ---- One run
 
 
-def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -> Run:
-    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``.
+def simulate(words: str, *, world_size: int = WORLD_SIZE) -> Run:
+    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks.
 
     Raises:
         UserInputError: an option is wrong, or one that simulated ranks do not follow.
     """
     begin = time.perf_counter()
-    arguments, compared = compared_prediction(shlex.split(words))
-    arguments, late = late_layers(arguments)
-    config = parse_training(arguments)
-    check_simulated(config, late)
-    commit = code_state()
+    config = parse_training(shlex.split(words))
+    check_simulated(config)
+    made_by = functools.partial(
+        Run, commit=code_state(), versions=f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
     iterations = config.optimization.iterations
     assert iterations is not None  # checked
     torch.manual_seed(config.optimization.seed)
@@ -98,10 +106,9 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     of_ranks = (batches_of(config, data, rank, world_size) for rank in range(world_size))
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
     if config.in_windows:
-        assert compared is None, "each rank predicts with its own movement"
         training = _train_by_windows(config, model, batches, iterations, world_size)
     else:
-        training = _train(config, model, batches, iterations, world_size, compared, late)
+        training = _train(config, model, batches, iterations, world_size)
     every = config.run.evaluate_iterations
     losses: list[float] = []
     points: list[list[float]] = []
@@ -109,16 +116,15 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
         for loss in training:
             losses.append(loss)
             if not loss <= DIVERGED_LOSS:
-                return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
+                return made_by(seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
             if every and len(losses) % every == 0 and len(losses) < iterations:
-                points.append([len(losses), accuracy_of(evaluated(model, data, test_every))])
+                points.append([len(losses), accuracy_of(evaluated(model, data))])
     except NonFiniteGradientError as error:
-        return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=error.iteration)
-    worth = evaluated(model, data, test_every)
+        return made_by(seconds=time.perf_counter() - begin, diverged_at=error.iteration)
+    worth = evaluated(model, data)
     if every:
         points.append([iterations, accuracy_of(worth)])
-    return Run(
-        commit=commit,
+    return made_by(
         seconds=time.perf_counter() - begin,
         diverged_at=None,
         train_loss=float(np.mean(losses[-max(1, iterations // 10) :])),
@@ -128,7 +134,7 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     )
 
 
-def evaluated(model: nn.Module, data: DataSplits, test_every: int) -> evaluation.Evaluation:
+def evaluated(model: nn.Module, data: DataSplits, *, test_every: int = 1) -> evaluation.Evaluation:
     """Return the evaluation of the weights that ``model`` holds on one sample of the test set in ``test_every``."""
     batches = evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every)
     return evaluation.mean([evaluation.sums(model, batches, torch.device("cpu"))])
@@ -138,14 +144,6 @@ def accuracy_of(worth: evaluation.Evaluation) -> float:
     """Return the accuracy, which every training on cross-entropy has."""
     assert worth.accuracy is not None, "cross-entropy has one"
     return worth.accuracy
-
-
-def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
-    """Return the arguments without a ``--prediction`` that ``pipesgd.train`` does not offer, and that prediction."""
-    for number, (option, name) in enumerate(itertools.pairwise(arguments)):
-        if option == "--prediction" and name in COMPARED:
-            return arguments[:number] + arguments[number + 2 :], COMPARED[name]
-    return arguments, None
 
 
 _Batches = Iterator[tuple[tuple[Tensor, Tensor], ...]]
@@ -158,8 +156,6 @@ def _train(
     batches: _Batches,
     iterations: int,
     world_size: int,
-    compared: type[Prediction] | None,
-    late: list[str] | None,
 ) -> Iterator[float]:
     """Train ``model`` by exchanges of gradients, and yield the mean loss of each iteration."""
     pipeline, optimization = config.pipeline, config.optimization.for_ranks(world_size)
@@ -171,12 +167,12 @@ def _train(
         world_size=world_size,
         width=pipeline.width,
         synchronous_start=config.updates.synchronous_start,
-        prediction=compared or config.updates.prediction,
+        prediction=config.updates.prediction,
         guard=config.updates.guard,
         clip_norm=config.updates.clip_norm,
         clip_value=config.updates.clip_value,
-        codec=config.compression.codec,
-        fresh=() if late is None else not_in(late, model),
+        codec=config.compression.chosen(),
+        seed=config.optimization.seed,
     )
     for of_ranks in batches:
         yield float(np.mean(ranks.iterate(loss_of, of_ranks)))
@@ -205,7 +201,8 @@ def _train_by_windows(
         width=pipeline.width,
         clip_norm=config.updates.clip_norm,
         clip_value=config.updates.clip_value,
-        codec=config.compression.codec,
+        codec=config.compression.chosen(),
+        seed=config.optimization.seed,
         fragments=config.windows.fragments,
     )
 
@@ -240,13 +237,13 @@ def batches_of(config: TrainConfig, data: DataSplits, rank: int, world_size: int
 # ---- All runs of an experiment
 
 
-def add_options(options: command.Parser) -> None:
-    """Add the options of an experiment that keeps its runs."""
+def add_options(options: command.Parser, *, seeds: int = SEEDS, quick_seeds: int = QUICK_SEEDS) -> None:
+    """Add the options of an experiment that keeps its runs; it has this many seeds by default, and with ``--quick``."""
     add, number = options.add_argument, command.at_least
     add(
         "--seeds",
         type=number(1),
-        help=f"number of seeds ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)",
+        help=f"number of seeds ({seeds}; quick: {quick_seeds}, {QUICK_ITERATIONS} iterations)",
     )
     add("--processes", type=number(1), default=os.cpu_count(), help="runs at a time (all cores)")
     one_of = options.add_mutually_exclusive_group()
@@ -256,49 +253,103 @@ def add_options(options: command.Parser) -> None:
     )
 
 
-def seeds_of(arguments: Namespace) -> int:
-    """Return the number of seeds that is given, or its default."""
-    return arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
+def seeds_of(arguments: Namespace, *, seeds: int = SEEDS, quick_seeds: int = QUICK_SEEDS) -> int:
+    """Return the number of seeds that is given, or its default, as for ``add_options``."""
+    return arguments.seeds or (quick_seeds if arguments.quick else seeds)
 
 
-def finished_runs(planned: Sequence[Planned], arguments: Namespace, name: str, console: Console) -> dict[str, Run]:
+Plan = Callable[[Mapping[str, Run]], Sequence[OnePlanned]]
+"""Function that returns the runs to be made that can be told from those that are done, by their arguments."""
+
+
+def kept_runs(arguments: Namespace, name: str) -> KeptRuns[Run]:
+    """Return the runs that are kept in ``name``.runs.json in the output folder, as ``add_options`` asks for them."""
+    return KeptRuns(arguments.output / f"{name}.runs.json", Run, fresh=arguments.fresh)
+
+
+def finished_runs(
+    plan: Plan[OnePlanned],
+    arguments: Namespace,
+    name: str,
+    console: Console,
+    *,
+    expected: Plan[OnePlanned] | None = None,
+) -> dict[str, Run]:
     """Return the runs of the plan by their arguments, as the options of ``add_options`` ask for.
 
-    They are kept in ``name``.runs.json in the output folder. Those that are missing are made now, unless only finished
-    ones are wanted.
+    Those that are missing are made now, unless only finished ones are wanted. Where later runs depend on the results of
+    earlier ones, ``expected`` returns all, as far as they can be told before.
     """
-    kept = KeptRuns(arguments.output / f"{name}.runs.json", Run, fresh=arguments.fresh)
+    kept = kept_runs(arguments, name)
     if not arguments.finished:
-        return make_runs(planned, kept, name, console, processes=arguments.processes)
+        return make_runs(plan, expected or plan, kept, name, console, processes=arguments.processes)
     known = kept.load()
+    planned = plan(known)
     done = {one.words: run for one in planned if (run := known.get(one.words))}
     say(console, f"{len(done)} of {len(planned)} runs are there")
     return done
 
 
 def make_runs(
-    planned: Sequence[Planned], kept: KeptRuns[Run], name: str, console: Console, *, processes: int
+    plan: Plan[OnePlanned],
+    expected: Plan[OnePlanned],
+    kept: KeptRuns[Run],
+    name: str,
+    console: Console,
+    *,
+    processes: int,
 ) -> dict[str, Run]:
-    """Return the runs of the plan by their arguments; those that are missing are made now, ``processes`` at a time."""
+    """Return the runs of the plan by their arguments; missing ones are made now, in its order, ``processes`` at a time.
+
+    Raises:
+        RunError: simulated ranks do not follow an option of a run. All others that can be told without it were made.
+    """
     done = kept.load()
-    missing = [one for one in planned if one.words not in done]
-    command.say_kept(console, len(planned), len(missing))
+    refused: dict[str, str] = {}
+    """Runs that could not be made, by their arguments, and why."""
+    in_work: dict[Future[Run], OnePlanned] = {}
+
+    def left() -> list[OnePlanned]:
+        return [one for one in expected(done) if one.words not in done and one.words not in refused]
+
+    whole = len(expected(done))
+    command.say_kept(console, whole, len(left()))
+    work = sum(one.work for one in left())
     context = multiprocessing.get_context("forkserver")  # a fork of this process would copy the state of its threads
     with (
-        command.progress(console, name, len(missing)) as advance,
+        command.progress(console, name, work) as advance,
         ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool,
     ):
-        futures = {pool.submit(simulate, one.words, test_every=one.test_every): one for one in missing}
         try:
-            for number, future in enumerate(as_completed(futures), start=1):
-                one, run = futures[future], future.result()
-                kept.add(one.words, run)
-                done[one.words] = run
-                came_to = "diverged" if run.test_accuracy is None else f"{run.test_accuracy:.2%}"
-                advance(1, f"{number}/{len(missing)} {one.name}: {came_to} in {run.seconds:.0f} s")
+            while True:
+                begun = {one.words for one in in_work.values()} | done.keys() | refused.keys()
+                new = [one for one in plan(done) if one.words not in begun][: processes - len(in_work)]
+                in_work |= {pool.submit(simulate, one.words): one for one in new}
+                if not in_work:
+                    break
+                for future in wait(in_work, return_when=FIRST_COMPLETED).done:
+                    one = in_work.pop(future)
+                    came_to = _take(future, one, kept, done, refused)
+                    remaining = left()
+                    before, work = work, sum(one.work for one in remaining)
+                    advance(before - work, f"{one.name}: {came_to}; {len(remaining)} runs left")
         finally:
             pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for runs that have not begun
-    return {one.words: done[one.words] for one in planned}
+    if refused:
+        raise RunError(f"{name}: {len(refused)} runs were refused; the first was {next(iter(refused.values()))}")
+    return {one.words: done[one.words] for one in plan(done)}
+
+
+def _take(future: Future[Run], one: Planned, kept: KeptRuns[Run], done: dict[str, Run], refused: dict[str, str]) -> str:
+    """Note what a run came to, and return it in words."""
+    try:
+        run = future.result()
+    except UserInputError as failure:
+        refused[one.words] = f"{one.name}: {failure}"
+        return "refused"
+    kept.add(one.words, run)
+    done[one.words] = run
+    return f"{'diverged' if run.test_accuracy is None else f'{run.test_accuracy:.2%}'} in {run.seconds:.0f} s"
 
 
 def _start_worker() -> None:

@@ -1,24 +1,25 @@
 """Exact simulation of ranks in one process, for results that do not depend on time.
 
 All ranks' true weights are the same at all times, so one model and one optimizer serve them all; the ranks compute one
-after the other, each on its own batch and predicted weights, with the trainer's own predictions, updates and codecs.
-Sums are taken in the order of the ring. ``tests/experiments/test_simulation.py`` shows that weights and losses are
-those of real ranks, bit for bit.
+after the other, each on its own batch and predicted weights, with the trainer's own predictions, updates and sums.
+``tests/experiments/test_simulation.py`` shows that weights and losses are those of real ranks, bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pipesgd.codecs.base import Codec, mixed
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, codec_named
+from experiments.simulated_sums import SimulatedSums
+from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.own import codec_options
 from pipesgd.flat_buffer import BucketedBuffer, give_gradients, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate, trainable_parameters
@@ -30,7 +31,6 @@ from pipesgd.pipeline.width import Width, make_width
 from pipesgd.pipeline.window import Window
 from pipesgd.sections import PredictionKind, Updates
 from pipesgd.systems.windows.elastic import ElasticAveraging
-from timing_model.schedules import split
 
 T = TypeVar("T")
 
@@ -43,14 +43,15 @@ class _InFlight:
 
 
 class _Exchange:
-    """Parameters whose gradients are exchanged together, and are equally late.
+    """Exchange of the gradients of parameters, and their updates.
 
     Args:
-        optimizer: the optimizer that updates them, among others.
+        optimizer: the optimizer that updates them.
         parameters: the parameters, all of one dtype.
         fragments: numbers of the parameters of each part of them; the parts are exchanged in turns.
         world_size: number of ranks.
-        options: codec of the ring.
+        codec: encoding of gradients.
+        seed: seed of the codec's random numbers.
         width: iterations in flight.
         updates: how gradients are applied and predicted.
     """
@@ -61,7 +62,8 @@ class _Exchange:
         parameters: Sequence[Tensor],
         fragments: Sequence[Sequence[int]],
         world_size: int,
-        options: CodecOptions,
+        codec: CodecOptions,
+        seed: int,
         width: Width,
         updates: Updates,
     ):
@@ -77,8 +79,7 @@ class _Exchange:
         self._outgoing: list[Unapplied] = []
         self._buffers = [BucketedBuffer(parameters, fragments) for _ in range(world_size)]
         assert len(self._buffers[0].flats) == len(fragments)
-        of_fragments = zip(*(buffer.flats for buffer in self._buffers), strict=True)
-        self._rings = [Ring(options.make(), flats, options.gives_back) for flats in of_fragments]
+        self._sums = SimulatedSums(codec, world_size, seed=seed)
 
     def predict(self, rank: int) -> None:
         """Let the parameters hold the weights that this rank expects."""
@@ -88,12 +89,12 @@ class _Exchange:
         """Take this rank's gradients out of ``.grad``."""
         self._outgoing.append(self.update.keep(pack_gradients(self.parameters, self._buffers[rank])))
 
-    def sum(self) -> None:
-        """Take the mean of what all ranks have handed over of the fragment whose turn it is."""
-        mean = BucketedBuffer(self.parameters, self.fragments)
-        flat = mean.flats[self.turn]
-        self._rings[self.turn].sum_into(flat)
-        take_mean(flat, self._world_size)
+    def sum(self, iteration: int) -> None:
+        """Take the mean of what all ranks have handed over in ``iteration`` of the fragment whose turn it is."""
+        self._sums.sum([buffer.buckets[self.turn] for buffer in self._buffers], iteration)
+        mean = self._buffers[-1]
+        take_mean(mean.flats[self.turn], self._world_size)
+        self._buffers[-1] = BucketedBuffer(self.parameters, self.fragments)
         self.turn = (self.turn + 1) % len(self.fragments)
         self._in_flight.append(_InFlight(mean, self._outgoing))
         self._outgoing = []
@@ -119,12 +120,10 @@ class SimulatedRanks:
         model: the module whose parameters ``optimizer`` updates, all of one dtype.
         optimizer: any ``torch.optim.Optimizer``.
         world_size: number of ranks.
-        width, synchronous_start, prediction, guard, clip_norm, clip_value: as in ``Pipelined``.
-        codec: name of a codec that rounds to nearest.
+        width, synchronous_start, prediction, guard, clip_norm, clip_value, seed: as in ``Pipelined``.
+        codec: encoding of gradients, as in ``Pipelined``, but not topk.
         fragments: parts of the parameters, about equal in size, of which an iteration exchanges one, in turns. No other
             parameter may have a gradient then.
-        fresh: parameters, by their ids, whose gradients are not late at any width; without clipping by norm, which
-            needs all gradients at once. They are exchanged on their own and updated after the late ones.
     """
 
     def __init__(
@@ -139,33 +138,25 @@ class SimulatedRanks:
         guard: bool = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        codec: str = "fp32",
+        codec: str | CodecOptions | OwnCodec = "fp32",
+        seed: int = 0,
         fragments: int = 1,
-        fresh: Collection[int] = (),
     ):
-        options = codec_named(codec)
-        assert codec in DENSE_CODECS
-        assert not options.stochastic
-        assert not fresh or clip_norm is None
         self.iteration = 0
         self._model = model
         self._optimizer = optimizer
         self._world_size = world_size
         parameters = trainable_parameters(optimizer)
-        late, in_time = ([one for one in parameters if (id(one) in fresh) == is_fresh] for is_fresh in (False, True))
-        self._exchanges = [
-            _Exchange(
-                optimizer,
-                own,
-                bucket_indices(model, own, str(fragments)),
-                world_size,
-                options,
-                make_width(own_width, synchronous_start, guard=guard),
-                Updates(prediction=prediction, clip_norm=clip_norm, clip_value=clip_value),
-            )
-            for own, own_width in ((late, width), (in_time, 1))
-            if own
-        ]
+        self._gradients = _Exchange(
+            optimizer,
+            parameters,
+            bucket_indices(model, parameters, str(fragments)),
+            world_size,
+            codec_options(codec),
+            seed,
+            make_width(width, synchronous_start, guard=guard),
+            Updates(prediction=prediction, clip_norm=clip_norm, clip_value=clip_value),
+        )
         self._buffers = [[buffer.clone() for buffer in model.buffers()] for _ in range(world_size)]
 
     def iterate(self, loss_of: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> list[float]:
@@ -185,25 +176,21 @@ class SimulatedRanks:
         """
         results: list[T] = []
         for rank in range(self._world_size):
-            for one in self._exchanges:
-                one.predict(rank)
+            self._gradients.predict(rank)
             self._take_buffers(self._buffers[rank])
             results.append(compute(rank))
             self._keep_buffers(self._buffers[rank])
-            for one in self._exchanges:
-                one.hand_over(rank)
-                one.update.weights.restore()
+            self._gradients.hand_over(rank)
+            self._gradients.update.weights.restore()
         self.iteration += iterations
-        for one in self._exchanges:
-            one.sum()
-            width = one.update.width.of(self.iteration - 1, self._optimizer.param_groups)
-            one.apply_until(width - 1, self.iteration)
+        self._gradients.sum(self.iteration - 1)
+        width = self._gradients.update.width.of(self.iteration - 1, self._optimizer.param_groups)
+        self._gradients.apply_until(width - 1, self.iteration)
         return results
 
     def flush(self) -> None:
         """Apply the gradients in flight, and replace the model's floating-point buffers by their means over ranks."""
-        for one in self._exchanges:
-            one.apply_until(0, self.iteration)
+        self._gradients.apply_until(0, self.iteration)
         means = [
             torch.stack(of_ranks).sum(0) / self._world_size if of_ranks[0].is_floating_point() else of_ranks[0]
             for of_ranks in zip(*self._buffers, strict=True)
@@ -259,9 +246,8 @@ class SimulatedLocalSteps(SimulatedRanks):
         self._inner = [
             SynchronousUpdate(optimizer, clip=clip, scaler=None, on_nonfinite="stop") for optimizer in optimizers
         ]
-        [exchange] = self._exchanges
         window = Window if elastic is None else elastic.window
-        self._windows = [window(parameters, exchange.update.weights) for _ in optimizers]
+        self._windows = [window(parameters, self._gradients.update.weights) for _ in optimizers]
 
     def run_window(
         self,
@@ -303,46 +289,4 @@ class SimulatedLocalSteps(SimulatedRanks):
     @property
     def _exchanged(self) -> Sequence[int]:
         """Numbers of the parameters that are exchanged next."""
-        [exchange] = self._exchanges
-        return exchange.fragments[exchange.turn]
-
-
-class Ring:
-    """The ring's sums of all ranks' values: chunk r begins on rank r, and the last rank to add encodes for all.
-
-    Codecs that round stochastically draw as many numbers as on real ranks, but different ones.
-    """
-
-    def __init__(self, codec: Codec, flats: Sequence[Tensor], error_feedback: bool):
-        self._codec = codec
-        self._flats = flats
-        self._residuals = [torch.zeros_like(flat) if error_feedback else None for flat in flats]
-        self._chunks = [slice(start, stop) for start, stop in split(flats[0].numel(), len(flats)) if stop > start]
-        most = max(chunk.stop - chunk.start for chunk in self._chunks)
-        self._wires = [
-            torch.empty(0 if codec.in_place else codec.wire_bytes(most), dtype=torch.uint8) for _ in range(2)
-        ]
-
-    def sum_into(self, total: Tensor, key: int = 0) -> None:
-        """Replace ``total`` by the sums, which all ranks would hold; ``key`` chooses the random numbers, if any."""
-        p = len(self._flats)
-        for number, chunk in enumerate(self._chunks):
-            ranks = [(number + hop) % p for hop in range(p)]
-            parts = [self._flats[rank][chunk] for rank in ranks]
-            if self._codec.in_place or p == 1:
-                total[chunk] = parts[0]
-                for part in parts[1:]:
-                    total[chunk] += part
-                continue
-            nbytes = self._codec.wire_bytes(parts[0].numel())
-            here, there = (wire[:nbytes] for wire in self._wires)
-            for hop, (rank, part) in enumerate(zip(ranks, parts, strict=True)):
-                residual = self._residuals[rank]
-                own_key = mixed(key, number, hop)
-                own = None if residual is None else residual[chunk]
-                if rank == ranks[0]:
-                    self._codec.encode(part, own, there, own_key)
-                else:
-                    self._codec.decode_add_encode(here, part, own, there, own_key)
-                here, there = there, here
-            self._codec.decode(here, total[chunk])
+        return self._gradients.fragments[self._gradients.turn]

@@ -139,6 +139,8 @@ class OptimizationConfig:
     """Learning rate; the peak, if --schedule varies it."""
     momentum: float = option(0.9, at_least=0, read_by={"optimizer": ("sgd", "nesterov")})
     """Momentum of sgd and nesterov."""
+    betas: tuple[float, float] = option((0.9, 0.999), at_least=0, read_by={"optimizer": ("adam", "adamw")})
+    """Decay of the running means of gradients and of their squares, of adam and adamw; each is below 1."""
     weight_decay: float = option(0.0, at_least=0)
     """Weight decay."""
     lr_scaling: LrScaling = option("none", choices=LR_SCALINGS)
@@ -146,6 +148,8 @@ class OptimizationConfig:
     multiplied by their number)."""
     schedule: ScheduleName = option("constant", choices=SCHEDULES)
     """Learning-rate schedule: constant, cosine (decays to zero) or one-cycle (rises, then decays to zero)."""
+    lr_warmup: int = option(0, at_least=0, read_by={"schedule": ("constant", "cosine")})
+    """Iterations at the start of the run in which the learning rate rises linearly to --lr."""
     accumulation: int = option(1, at_least=1)
     """Micro-batches of --batch-size samples whose gradients each rank accumulates before they are exchanged."""
     precision: Precision = option("fp32", choices=PRECISIONS)
@@ -165,6 +169,8 @@ class OptimizationConfig:
         check_options(self)
         if self.momentum >= 1:
             raise UserInputError(f"momentum must be below 1; got {self.momentum}")
+        if max(self.betas) >= 1:
+            raise UserInputError(f"betas must be below 1; got {max(self.betas)}")
         if self.optimizer == "nesterov" and self.momentum == 0:
             raise UserInputError("momentum must be above 0 with --optimizer nesterov; got 0")
         if self.epochs is not None and self.iterations is not None:

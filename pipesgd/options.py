@@ -168,6 +168,8 @@ def _check_option(name: str, hint: Any, words: list[str], known: Sequence[str], 
     if len(words) > 1 and not several:
         raise UserInputError(f"{name} must have one value; got {' '.join(words)!r}")
     kinds = get_args(hint) or (hint,)
+    if several and Ellipsis not in kinds and len(words) != len(kinds):
+        raise UserInputError(f"{name} must have {len(kinds)} values; got {' '.join(words)!r}")
     for word in () if str in kinds else words:
         if int in kinds and not _reads(int, word):
             raise _not_a_number(name, f"a whole number{or_auto}", word)

@@ -105,7 +105,7 @@ def make_pipeline(
 def start_iterations(config: TrainConfig, iterations: int) -> int:
     """Return how many of all ``iterations`` the synchronous start has.
 
-    Of more than ``MOST_TRIED`` iterations with a start that follows the learning rate, it is a close estimate.
+    Of more than ``MOST_TRIED`` iterations in which one-cycle raises the learning rate, it is a close estimate.
     """
     if config.pipeline.strategy != "pipelined" or (config.pipeline.width == 1 and not config.in_windows):
         return 0
@@ -113,7 +113,8 @@ def start_iterations(config: TrainConfig, iterations: int) -> int:
         return min(config.updates.start_in_windows, iterations)
     if config.updates.synchronous_start != AUTO:
         return min(int(config.updates.synchronous_start), iterations)
-    tried = min(iterations, MOST_TRIED)
+    # A rise by --lr-warmup does not grow with the length of the run.
+    tried = iterations if config.optimization.lr_warmup else min(iterations, MOST_TRIED)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.optimization.lr)
     schedule = build_schedule(config.optimization, optimizer, tried)
     width = SynchronousStart(config.pipeline.width)

@@ -180,7 +180,7 @@ def train(ranks: Ranks, mesh: Any, words: str, plan: str, seed: int, test_every:
         "passes": passes.count,
         "update_period": passes.update_period,
         "iterations": iterations,
-        "test_accuracy": accuracy_of(evaluated(model, data, test_every)),
+        "test_accuracy": accuracy_of(evaluated(model, data, test_every=test_every)),
         "train_loss": loss,
         "passed_bytes": passed,
         **by_formula(passes.scheme, members, config.samples_per_rank, trainer.activations),

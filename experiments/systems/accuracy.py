@@ -134,7 +134,7 @@ def plan(workloads: Mapping[str, Workload], words_of_systems: Mapping[str, str],
             length = f"--iterations {one.iterations} --evaluate-iterations {every} --seed {seed}"
             # The program of its own gets the same arguments as a plain d-sync, but is not the same training.
             key = f"{HOGWILD} " * own_program + f"{one.trained(share)} {words} {length}"
-            training = Planned(workload=workload, seed=seed, words=key, test_every=1, system=system)
+            training = Planned(workload=workload, seed=seed, words=key, system=system)
             planned[workload, system, seed, share] = by_words.setdefault(key, training)
     return planned
 
@@ -165,7 +165,7 @@ def finished_curves(planned: Mapping[Key, Planned], arguments: Namespace, consol
         for words, one in unique.items()
         if not words.startswith(HOGWILD) and is_simulated(parse_training(shlex.split(words)))
     ]
-    runs = simulated_runs.finished_runs(simulated, arguments, f"{NAME}.simulated", console)
+    runs = simulated_runs.finished_runs(lambda done: simulated, arguments, f"{NAME}.simulated", console)
     names = {one.words for one in simulated}
     really = _really_trained([one for one in unique.values() if one.words not in names], arguments, console)
     found = {words: _curve(run) for words, run in runs.items()} | really

@@ -126,7 +126,7 @@ def _train_rank(
         if done == iterations or (every is not None and done % every == 0):
             meeting.wait()
             if rank == 0:
-                points.append((done, accuracy_of(evaluated(model, data, test_every=1))))
+                points.append((done, accuracy_of(evaluated(model, data))))
             meeting.wait()
     if rank == 0:
         results.put(Outcome(iteration_s=seconds / (iterations - untimed), points=points))

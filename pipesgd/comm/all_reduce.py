@@ -261,33 +261,18 @@ class ScheduledAllReduce:
         )
 
     def _segments(self, flat: Tensor) -> tuple[list[list[_Segment]], int]:
-        """Return the segments of each chunk, and the bytes in memory that all of them take.
-
-        No segment is empty, and all but a chunk's last consist of whole blocks. So a message may exceed
-        ``segment_bytes`` by less than a block; a paced one does only if it is a single block.
-        """
-        codec = self._codec
-        element_size, block = flat.element_size(), codec.block
+        """Return the segments of each chunk, and the bytes in memory that all of them take."""
+        codec, element_size = self._codec, flat.element_size()
 
         def wire_bytes(numel: int) -> int:
             return numel * element_size if codec.in_place else codec.wire_bytes(numel)
 
-        chunks = split(flat.numel(), self._schedule.chunks)
-        largest = max(stop - start for start, stop in chunks)
-        per_chunk = segments_of(wire_bytes(largest), self._segment_bytes)
-        if self._paced:
-            numbers = range(block, largest + block, block)  # of values in whole blocks
-            whole_blocks = bisect.bisect_right(numbers, self._segment_bytes, key=wire_bytes)
-            per_chunk = max(per_chunk, math.ceil(len(numbers) / max(1, whole_blocks)))
+        chunks = segments_of_chunks(
+            flat.numel(), self._schedule.chunks, codec.block, wire_bytes, self._segment_bytes, paced=self._paced
+        )
         segments: list[list[_Segment]] = []
         position = 0
-        for chunk, (start, stop) in enumerate(chunks):
-            blocks = math.ceil((stop - start) / block)
-            parts = [
-                (start + first * block, min(start + last * block, stop))
-                for first, last in split(blocks, per_chunk)
-                if last > first
-            ]
+        for chunk, parts in enumerate(chunks):
             segments.append([])
             for index, (begin, end) in enumerate(parts):
                 size = wire_bytes(end - begin)
@@ -301,7 +286,7 @@ class ScheduledAllReduce:
         arrival, encoding = event.arrival, None
         if event.encode is not None:
             holders = event.encode.holders
-            nonce = mixed(self._transport.rank // holders * holders, holders, segment.values.start)
+            nonce = nonce_of(self._transport.rank, segment.values.start, holders)
             encoding = _Encoding(holders=holders, nonce=nonce, keep=event.keeps_encoded)
         return _Event(
             segment=segment,
@@ -311,6 +296,36 @@ class ScheduledAllReduce:
             sends=tuple(_message(send, segment) for send in event.sends),
             last=event.following is None,
         )
+
+
+def segments_of_chunks(
+    numel: int, chunks: int, block: int, wire_bytes: Callable[[int], int], segment_bytes: int, *, paced: bool = False
+) -> list[list[tuple[int, int]]]:
+    """Return (start, stop) of the segments of each chunk of ``numel`` values.
+
+    No segment is empty, and all but a chunk's last consist of whole blocks. So a message may exceed ``segment_bytes``
+    by less than a block; a paced one does only if it is a single block. ``wire_bytes`` says how many bytes values take.
+    """
+    ends = split(numel, chunks)
+    largest = max(stop - start for start, stop in ends)
+    per_chunk = segments_of(wire_bytes(largest), segment_bytes)
+    if paced:
+        numbers = range(block, largest + block, block)  # of values in whole blocks
+        whole_blocks = bisect.bisect_right(numbers, segment_bytes, key=wire_bytes)
+        per_chunk = max(per_chunk, math.ceil(len(numbers) / max(1, whole_blocks)))
+    return [
+        [
+            (start + first * block, min(start + last * block, stop))
+            for first, last in split(math.ceil((stop - start) / block), per_chunk)
+            if last > first
+        ]
+        for start, stop in ends
+    ]
+
+
+def nonce_of(rank: int, start: int, holders: int = 1) -> int:
+    """Return the salt of random numbers for the segment from ``start`` on, which ``holders`` ranks encode alike."""
+    return mixed(rank // holders * holders, holders, start)
 
 
 def _message(operation: Send | Receive, segment: _Segment) -> _Message:

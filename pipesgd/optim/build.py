@@ -32,9 +32,9 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> Optimizer:
     # and not for plain tensors next to DTensors.
     fused = all(parameter.is_floating_point() and not is_dtensor(parameter) for parameter in parameters)
     if config.optimizer == "adam":
-        return Adam(parameters, lr=config.lr, weight_decay=decay, fused=fused)
+        return Adam(parameters, lr=config.lr, betas=config.betas, weight_decay=decay, fused=fused)
     if config.optimizer == "adamw":
-        return AdamW(parameters, lr=config.lr, weight_decay=decay, fused=fused)
+        return AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=decay, fused=fused)
     if config.optimizer == "adagrad":
         return Adagrad(parameters, lr=config.lr, weight_decay=decay)
     if config.optimizer == "muon":
@@ -53,6 +53,16 @@ def build_schedule(config: OptimizationConfig, optimizer: Optimizer, iterations:
     if config.schedule == "one-cycle":
         # The momentum is not cycled: --momentum means what it says.
         return OneCycleLR(optimizer, max_lr=config.lr, total_steps=iterations, cycle_momentum=False)
-    if config.schedule == "cosine":
-        return LambdaLR(optimizer, lambda iteration: (1 + math.cos(math.pi * iteration / iterations)) / 2)
-    return LambdaLR(optimizer, lambda iteration: 1.0)
+    rise = config.lr_warmup
+    if rise:
+        for group in optimizer.param_groups:
+            group["max_lr"] = group["lr"]  # as one-cycle leaves it: a synchronous start then knows where the rise ends
+
+    def share(iteration: int) -> float:
+        if iteration < rise:
+            return (iteration + 1) / rise
+        if config.schedule == "cosine":
+            return (1 + math.cos(math.pi * (iteration - rise) / (iterations - rise))) / 2
+        return 1.0
+
+    return LambdaLR(optimizer, share)

@@ -111,7 +111,7 @@ class SynchronousStart(Width):
     def of(self, iteration: int, groups: Groups) -> int:
         if self._over:
             return self.most
-        rates, before = [float(group["lr"]) for group in groups], self._rates
+        rates, before = [_rate(group) for group in groups], self._rates
         rises = [_is_to_rise(group) for group in groups]
         if before:
             # A group that was added later has no rate before.
@@ -134,8 +134,13 @@ class SynchronousStart(Width):
             self._synchronous, self._over = state["synchronous"], state["over"]
 
 
+def _rate(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of ``group``; an optimizer of the user's own may have none."""
+    return float(group.get("lr", 0.0))
+
+
 def _is_to_rise(group: Mapping[str, Any]) -> bool:
-    rate = float(group["lr"])
+    rate = _rate(group)
     return rate < float(group.get("max_lr", rate)) or rate < float(group.get("initial_lr", rate))
 
 
@@ -158,7 +163,7 @@ class Guarded(Width):
 
     def of(self, iteration: int, groups: Groups) -> int:
         width = self._width.of(iteration, groups)  # in a fallback, too: it follows all rates
-        return 1 if iteration + 1 < self._synchronous_until else width
+        return 1 if iteration < self._synchronous_until else width
 
     def observe(self, norm: float, iteration: int) -> bool:
         """Note the ``norm`` of a mean applied in ``iteration``; return True if a fallback begins with it.

@@ -221,15 +221,17 @@ class PowerSgdReducer:
             if room.lost is not None:
                 whole.residual.copy_(room.lost[whole.sent])
         # 3.
+        finite = are_finite([room.left])  # most often, and then nobody need look at each matrix
         for matrix in room.matrices:
-            if are_finite([matrix.left]):
+            if finite or are_finite([matrix.left]):
                 matrix.left.copy_(torch.linalg.qr(matrix.left.t()).Q.t())
             torch.mm(matrix.left, matrix.residual, out=matrix.right)
         self._all_reduce(room.right)
         # 4.
+        finite = are_finite([room.left, room.right])
         for matrix in room.matrices:
             values = matrix.in_flats(flats)
-            if are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
+            if finite or are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
                 if values.dtype == torch.float32:
                     torch.mm(matrix.left.t(), matrix.right, out=values)
                 else:

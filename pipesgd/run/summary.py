@@ -118,6 +118,7 @@ def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: Histor
     """Return the content of summary.json; ``history`` is that of all iterations."""
     pipeline, windows = config.pipeline, config.windows
     pipelined = pipeline.strategy == "pipelined"
+    is_late = pipelined and pipeline.width > 1 and not config.in_windows
     sent = history.known("wire_bytes")
     window = sent[-windows.local_steps * windows.fragments :]  # has one exchange of everything
     if config.wire.reduce != "matrix":  # rows differ in number; what is gathered is counted on arrival
@@ -134,7 +135,7 @@ def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: Histor
         "codec": config.compression.codec if pipelined else None,
         "all_reduce": config.wire.all_reduce if pipelined else None,
         "prediction": prediction if pipelined and pipeline.width > 1 else "none",
-        "late_iterations": int((history.known("width") > 1).sum()) if pipelined and pipeline.width > 1 else None,
+        "late_iterations": int((history.known("width") > 1).sum()) if is_late else None,
         "synchronous_start": start_iterations(config, result.iterations) if pipelined else None,
         "local_steps": windows.local_steps if pipeline.strategy in ("pipelined", "easgd-async") else None,
         "iterations": result.iterations,

@@ -35,9 +35,7 @@ def test_every_result_is_made_by_one_of_them_or_its_experiment_is_archived() -> 
     assert len(names) == len(EXPERIMENTS)
     made = {path.name.removesuffix(".manifest.json") for path in RESULTS.glob("*.manifest.json")}
     beside = {
-        "lateness_summary": "lateness",
         "local_steps_accuracy_summary": "local_steps_accuracy",
-        "staleness_summary": "staleness",
         "systems_convergence": "systems",
         "validate_timing_model_auto": "validate_timing_model",
     }

@@ -12,7 +12,7 @@ import pytest
 from _ranks import run_module
 from rich.console import Console
 
-from experiments import codec_accuracy, command, forked_ranks, kill_anywhere
+from experiments import accuracy, command, forked_ranks, kill_anywhere
 from experiments.faults import __main__ as faults
 from experiments.faults import stage
 from experiments.results import RESULTS, sources
@@ -22,7 +22,7 @@ from pipesgd.errors import UserInputError
 Parse = Callable[[Sequence[str]], Namespace]
 PARSES: list[Parse] = [
     lambda words: kill_anywhere.parse(words, by_torchrun=False),
-    lambda words: codec_accuracy.parse(words, by_torchrun=False),
+    lambda words: accuracy.parse(words, by_torchrun=False),
 ]
 
 

@@ -21,6 +21,7 @@ from experiments.local_steps_accuracy import (
     STREAMING,
     SYNCHRONOUS,
     TRAINED,
+    WORKLOADS,
     Planned,
     Way,
     main,
@@ -32,7 +33,6 @@ from experiments.local_steps_accuracy import (
 )
 from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import Run, simulate
-from experiments.staleness_runs import WORKLOADS
 from pipesgd.cli import parse as parse_training
 from pipesgd.run.metrics import read_metrics
 from timing_model.alternatives import FRAGMENTS_COSTS, LEAST_WINDOWS, WHOLE_COSTS

@@ -11,7 +11,7 @@ import torch
 from _runs import succeed
 from torch import Tensor, nn
 
-from experiments.simulated_options import DATA_AND_MODEL, OF_GRADIENTS, OF_WINDOWS, OPTIMIZATION, OTHERS
+from experiments.simulated_options import DATA_AND_MODEL, OF_CODECS, OF_GRADIENTS, OF_WINDOWS, OPTIMIZATION, OTHERS
 from experiments.simulated_runs import simulate
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
@@ -25,8 +25,9 @@ FOLLOWED = {
         name: (SMALL, f"--{name} {value}")
         for name, value in {
             "optimizer": "adam", "lr": "0.1", "momentum": "0.5", "weight-decay": "0.1", "lr-scaling": "linear",
-            "schedule": "cosine", "clip-norm": "0.1", "clip-value": "0.001", "accumulation": "2", "seed": "1",
-            "width": "1", "synchronous-start": "3", "prediction": "none", "codec": "int4", "batch-size": "16",
+            "schedule": "cosine", "lr-warmup": "3", "betas": "0.5 0.9 --optimizer adam",
+            "clip-norm": "0.1", "clip-value": "0.001", "accumulation": "2", "seed": "1",
+            "width": "1", "synchronous-start": "3", "prediction": "none", "codec": "powersgd", "batch-size": "16",
             "iterations": "5", "model": "convnet", "hidden-sizes": "8", "evaluate-iterations": "2",
         }.items()
     },
@@ -42,6 +43,14 @@ FOLLOWED = {
             "local-steps": "3", "outer": "average", "outer-lr": "0.1", "outer-momentum": "0.1",
         }.items()
     },
+    **{
+        name: (f"{SMALL} --codec {codec}", f"--{name} {value}")
+        for name, codec, value in (
+            ("codec-block", "int4", "64"), ("rounding", "int8", "stochastic"), ("error-feedback", "int4", "off"),
+            ("qsgd-levels", "qsgd", "3"), ("low-rank", "powersgd", "2"), ("rank-compression", "powersgd", "20"),
+            ("factor-codec", "powersgd", "int8"),
+        )
+    },
     "fragments": (f"{SMALL} --local-steps 2", "--fragments 2"),
     "moving-rate": (f"{SMALL} --local-steps 2 --outer elastic", "--moving-rate 0.01"),
 }  # fmt: skip
@@ -54,11 +63,8 @@ REFUSED = {
     "buffers": "own", "all-reduce": "native", "segment-bytes": "100", "connections": "2",
     "rate-limit": "50mbit", "buckets": "2", "reduce": "rows", "ddp-hook": "fp16 --strategy ddp",
     "servers": "2 --strategy ps-sync", "server-placement": "dedicated --strategy ps-sync",
-    "staleness-bound": "1 --strategy ps-async", "codec-block": "64 --codec int8",
-    "rounding": "stochastic --codec int8", "error-feedback": "off --codec int8", "qsgd-levels": "3 --codec qsgd",
+    "staleness-bound": "1 --strategy ps-async",
     "density": "0.5 --codec topk", "density-warmup": "3 --codec topk", "momentum-correction": "0.5 --codec topk",
-    "low-rank": "2 --codec powersgd", "factor-codec": "int8 --codec powersgd",
-    "rank-compression": "8 --codec powersgd",
     "cluster": "cluster.toml", "output": "runs/other", "resume": "",
     "overwrite": "", "dry-run": "", "device": "cuda", "timeout": "3", "stall-seconds": "3", "farewell-seconds": "3",
     "on-nonfinite": "skip", "check-replicas": "3", "checkpoint-seconds": "3", "checkpoint-iterations": "3",
@@ -73,7 +79,7 @@ def result(words: str) -> tuple[Any, ...]:
 
 
 def test_every_option_is_followed_or_refused() -> None:
-    followed = {*DATA_AND_MODEL, *OPTIMIZATION, *OF_WINDOWS, *OF_GRADIENTS, *OTHERS}
+    followed = {*DATA_AND_MODEL, *OPTIMIZATION, *OF_WINDOWS, *OF_GRADIENTS, *OF_CODECS, *OTHERS}
     assert {*FOLLOWED, *UNSEEN} == followed
     assert followed | {*REFUSED} == {*TrainConfig().options()}
 
@@ -109,12 +115,8 @@ def test_any_other_option_is_refused_in_one_line(name: str) -> None:
     ("words", "message"),
     [
         ("--iterations 3 --width auto", "width must be left out on simulated ranks, which do not follow it; got auto"),
-        ("--iterations 3 --codec qsgd", "codec must be dense and round to nearest on simulated ranks; got qsgd"),
+        ("--iterations 3 --codec topk", "codec must be dense or powersgd on simulated ranks; got topk"),
         ("", "iterations must be given for simulated ranks; got none"),
-        (
-            "--iterations 3 --late 1 --clip-norm 1",
-            "clip-norm must be left out with --late, since it needs all gradients at once; got 1.0",
-        ),
         (
             "--iterations 4 --local-steps 2 --evaluate-iterations 3",
             "evaluate-iterations must be a multiple of --local-steps 2 here; got 3",
@@ -130,7 +132,15 @@ def test_what_is_not_simulated_is_said(words: str, message: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    ["--clip-norm 0.1", "--clip-value 0.001 --width 1", "--clip-norm 0.1 --local-steps 2", "--lr-scaling linear"],
+    [
+        "--clip-norm 0.1",
+        "--clip-value 0.001 --width 1",
+        "--clip-norm 0.1 --local-steps 2",
+        "--lr-scaling linear",
+        "--codec int4 --codec-block 64 --rounding stochastic --seed 1",
+        "--codec powersgd --low-rank 2 --seed 1",
+        "--codec powersgd --rank-compression 4 --factor-codec int8 --seed 1",
+    ],
 )
 def test_a_simulated_run_leaves_the_weights_of_the_command_bit_for_bit(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +148,7 @@ def test_a_simulated_run_leaves_the_weights_of_the_command_bit_for_bit(
     """Clipping and the scaling of the learning rate used to have no effect on simulated ranks."""
     left: list[dict[str, Tensor]] = []
 
-    def evaluated(model: nn.Module, data: Any, test_every: int) -> Evaluation:
+    def evaluated(model: nn.Module, data: Any) -> Evaluation:
         left.append(model.state_dict())
         return Evaluation(accuracy=0.0, loss=0.0)
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from experiments.predictions import COMPARED
 from experiments.simulation import SimulatedLocalSteps, SimulatedRanks
 from pipesgd import LocalSteps, Pipelined
+from pipesgd.codecs.options import Int4, Int8
 from pipesgd.data import ShardedBatches, build_model, load_dataset
 from pipesgd.ranks import Ranks
+from pipesgd.reducers.powersgd import PowerSgd
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +41,14 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"codec": "int8"},
     "int4, width 2": {"codec": "int4"},
     "int4": {"codec": "int4", "width": 3},
+    "int4 in small blocks, clipped": {"codec": Int4(block=64), "clip_norm": 0.5},
+    "int4 stochastic, synchronous": {"width": 1, "codec": Int4(block=64, rounding="stochastic")},
+    "int8 stochastic with feedback": {"codec": Int8(rounding="stochastic", error_feedback=True), "seed": 3},
+    "int4 stochastic, clipped": {"codec": Int4(rounding="stochastic"), "clip_norm": 0.5},
+    "low rank, synchronous": {"width": 1, "codec": "powersgd"},
+    "low rank, synchronous, clipped": {"width": 1, "codec": PowerSgd(low_rank=1), "clip_norm": 0.5, "seed": 3},
+    "low rank": {"codec": PowerSgd(low_rank=2), "seed": 3},
+    "low rank, clipped": {"codec": "powersgd", "clip_norm": 0.5},
 }
 
 
@@ -112,6 +122,7 @@ WINDOWS: list[dict[str, Any]] = [
     {"width": 2, "fragments": 3, "codec": "int4", "local_steps": 3},
     {"width": 1, "outer": "elastic"},
     {"width": 2, "outer": "elastic", "moving_rate": 0.1, "codec": "int8"},
+    {"width": 2, "fragments": 3, "codec": Int4(block=64, rounding="stochastic"), "seed": 3},
 ]
 STEPS = 2
 """Iterations of a window, unless a case has others; the last window of 9 iterations is shorter."""

@@ -184,6 +184,18 @@ def test_times_are_medians_and_ratios_are_of_the_same_rounds() -> None:
     assert (ours["hidden_share"], ours["wire_bytes"]) == (pytest.approx(0.1), 1e6)
 
 
+def test_iterations_of_a_synchronous_start_hide_nothing() -> None:
+    before = rows()["d-sync"]
+    assert (before["start_iterations"], before["hidden_s"]) == (0, pytest.approx(0.01))
+    starts = {("mlp", "d-sync"): 2, ("mlp", "ddp"): 1000}
+    found = table.rows_of(TITLES, {("mlp", "1gbit", "75ms"): cell()}, KEYS, CURVES, starts)
+    after = {row["system"]: row for row in found}
+    assert after["d-sync"]["time_to_target_s"] == pytest.approx(before["time_to_target_s"] + 2 * 0.01)
+    reached, one = after["ddp"]["iterations_to_target"], after["ddp"]
+    if reached is not None:
+        assert one["time_to_target_s"] == pytest.approx(reached * (one["iteration_s"] + one["hidden_s"]))
+
+
 def test_the_share_of_the_cores_is_left_out_where_not_all_processes_are_counted() -> None:
     name, of_ddp = "theano-loading", KEYS["ddp"]
     words = SYSTEMS[name].words

@@ -30,7 +30,7 @@ SILENT: dict[str, Any] = {"ddp_find_unused_parameters": False, "ddp_broadcast_bu
 def own_pipeline(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     """Return the pipeline of a loop written by hand that trains as a door does."""
     kind: Any = LocalSteps if LOCAL else Pipelined
-    return kind(model, optimizer, **OPTIONS, **options)
+    return kind(model, optimizer, **sections(**OPTIONS, **options))
 
 
 # ---- Accelerate
@@ -60,12 +60,11 @@ def accelerate() -> dict[str, Any]:
     accelerator = make_accelerator()
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    refused = []
-    for change in ({}, {"scaler": torch.amp.GradScaler("cpu")}):
-        try:
-            pipesgd.accelerate.attach(accelerator, model, optimizer, **sections(**change))
-        except UserInputError as error:
-            refused.append(str(error))
+    refused = ""
+    try:
+        pipesgd.accelerate.attach(accelerator, model, optimizer)
+    except UserInputError as error:
+        refused = str(error)
     found: dict[str, Any] = {"refused": refused, "found": accelerate_loop(stop=7)}
     found["resumed"] = accelerate_loop(resume=True)
 

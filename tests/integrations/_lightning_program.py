@@ -117,7 +117,7 @@ def by_pipelined(
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     scale = scaler.scale if scaler is not None else lambda loss: loss
     kind: Any = LocalSteps if LOCAL else Pipelined
-    with kind(model, optimizer, scaler=scaler, **OPTIONS, **LOCAL, **options) as pipeline:
+    with kind(model, optimizer, scaler=scaler, **sections(**OPTIONS, **LOCAL, **options)) as pipeline:
         for _ in range(EPOCHS):
             for index, batch in enumerate(loader()):
                 with torch.autocast(DEVICE.type, autocast, enabled=autocast is not None, cache_enabled=False):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # helpers of tests, for the programs
+
 GPU = " on a GPU"
 """End of the name of a scenario whose ranks share a GPU."""
 SCENARIO, FOLDER = sys.argv[1].removesuffix(GPU), Path(sys.argv[2])

@@ -19,6 +19,7 @@ MIRROR = Path(os.environ.get("CLIENTS_MIRROR", "mirror"), "huggingface+accelerat
 PACKAGES = ("accelerate", "transformers", "datasets", "evaluate", "schedulefree")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not MIRROR.is_dir(), reason="needs a clone of Accelerate in CLIENTS_MIRROR"),
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, PACKAGES)), reason=f"needs {', '.join(PACKAGES)} installed"

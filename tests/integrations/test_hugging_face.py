@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from _runs import EXAMPLES, on_a_gpu, run_program, run_scenario
 
+pytestmark = pytest.mark.slow
+
 run = functools.partial(run_scenario, Path(__file__).with_name("_hugging_face_program.py"))
 
 with_local_steps = pytest.mark.parametrize(
@@ -25,10 +27,8 @@ def test_a_loop_of_accelerate_does_what_pipelined_does_bit_for_bit_and_resumes(w
     for found in answers:
         assert found == answers[0], "replicas"
         assert found["found"] == found["expected"] == found["resumed"]
-        assert found["refused"] == [
-            "optimizer must be what accelerator.prepare(model, optimizer) returned; got SGD",
-            "scaler must be left out, since the Accelerator has its own; got GradScaler",
-        ]
+        refused = "optimizer must be what accelerator.prepare(model, optimizer) returned; got SGD"
+        assert found["refused"] == refused
     assert {path.name for path in (tmp_path / "state").glob("pipesgd-*.pt")} == {
         "pipesgd-0-rank-0.pt",
         "pipesgd-0-rank-1.pt",

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from _runs import EXAMPLES, on_a_gpu, run_program, run_scenario
 
+pytestmark = pytest.mark.slow
+
 run = functools.partial(run_scenario, Path(__file__).with_name("_lightning_program.py"))
 
 

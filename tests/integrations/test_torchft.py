@@ -10,6 +10,8 @@ from _runs import run_scenario
 
 from experiments.results import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 
 def test_torchft_without_a_delay_is_our_diloco_and_every_window_is_exchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,29 @@ def test_every_name_is_another_optimizer() -> None:
     assert not any(same(one, other) for index, one in enumerate(results) for other in results[:index])
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_betas_are_those_of_the_optimizer(name: str) -> None:
+    optimizer = build_optimizer(OptimizationConfig(optimizer=name, betas=(0.8, 0.95)), small_model())
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.95)]
+
+
+def rates(iterations: int, **options: Any) -> list[float]:
+    """Return the learning rate of each iteration."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule, found = build_schedule(OptimizationConfig(lr=2.0, **options), optimizer, iterations), []
+    for _ in range(iterations):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_a_learning_rate_rises_linearly_and_then_follows_its_schedule() -> None:
+    assert rates(6, lr_warmup=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert rates(8, schedule="cosine", lr_warmup=4)[4:] == rates(4, schedule="cosine")
+    assert rates(2, schedule="cosine", lr_warmup=4) == [0.5, 1.0], "a run that ends while it rises"
+
+
 @pytest.mark.parametrize("name", ["sgd", "nesterov", "adam", "adamw"])
 def test_steps_are_fused_where_torch_can(name: str) -> None:
     config = OptimizationConfig(optimizer=name)

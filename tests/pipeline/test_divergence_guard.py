@@ -34,8 +34,8 @@ def test_a_blow_up_begins_a_time_at_width_1_which_ends() -> None:
     mean = guard.state_dict()["mean"]
     assert guard.observe(FACTOR * mean * 1.01, SETTLE)
     assert not guard.observe(float("nan"), SETTLE + 1), "one fallback, not two"
-    assert guard.of(SETTLE + SYNCHRONOUS_ITERATIONS - 2, []) == 1
-    assert guard.of(SETTLE + SYNCHRONOUS_ITERATIONS - 1, []) == 2
+    assert guard.of(SETTLE + SYNCHRONOUS_ITERATIONS - 1, []) == 1
+    assert guard.of(SETTLE + SYNCHRONOUS_ITERATIONS, []) == 2
     other = make_width(2, guard=True)
     other.load_state_dict(guard.state_dict())
     assert other.observe(FACTOR * mean * 1.01, SETTLE + SYNCHRONOUS_ITERATIONS)
@@ -136,7 +136,7 @@ def test_all_ranks_fall_back_in_the_same_iteration_and_return() -> None:
         assert fell_back == [32], "computed in iteration 30, applied two later"
         assert applied[:2] == [0, 0]
         assert applied[33] == 3, "what was in flight is applied"
-        back = 33 + SYNCHRONOUS_ITERATIONS - 1
+        back = 33 + SYNCHRONOUS_ITERATIONS
         assert applied[back : back + 3] == [0, 0, 1], "the pipeline fills again"
         assert sha256 == results[0][2]
 

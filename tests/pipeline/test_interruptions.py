@@ -72,6 +72,8 @@ class Job:
     make: Callable[..., Any]
     """Function that makes the strategy of a model and its optimizer."""
     ranks: Ranks | None = None
+    rises: float = 0.0
+    """Rise of the learning rate in an iteration."""
     model: nn.Module = field(init=False)
     seen: set[str] = field(default_factory=set)
     """Ways on after an interruption that were taken."""
@@ -89,6 +91,7 @@ class Job:
         rank = 0 if self.ranks is None else self.ranks.rank
         generator = torch.Generator().manual_seed(10 * iteration + rank)
         batch = torch.randn(4, 40, generator=generator)
+        self.optimizer.param_groups[0]["lr"] = 0.1 + self.rises * iteration
         loss: Tensor = sum((one(batch).sum() for one in self.model.children()), torch.zeros(()))
         loss.backward()
 
@@ -203,12 +206,14 @@ Outcome = tuple[list[Tensor], set[str]]
 """Weights after a training, and the ways on after an interruption that were taken."""
 
 
-def outcome(make: Callable[..., Any], call: str, at: int, ranks: Ranks | None = None) -> Outcome | None:
+def outcome(
+    make: Callable[..., Any], call: str, at: int, ranks: Ranks | None = None, rises: float = 0.0
+) -> Outcome | None:
     """Return what becomes of a training in which ``call`` is interrupted; None if that enters fewer functions.
 
     ``at`` 0 interrupts nothing.
     """
-    job = Job(make, ranks)
+    job = Job(make, ranks, rises)
     job.train(range(AT))
     if at == 0:
         job.train([AT])
@@ -227,7 +232,10 @@ KINDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "local steps": (LocalSteps, {"windows": Windows(local_steps=2), "width": 2}),
     "local steps, width 1": (LocalSteps, {"windows": Windows(local_steps=2), "width": 1}),
     "fragments": (LocalSteps, {"windows": Windows(local_steps=2, fragments=2), "width": 2}),
+    "start": (Pipelined, {"width": 2}),
 }
+RISES = {"start": 0.1}
+"""Rise of the learning rate in each iteration, by the kind that is trained with one."""
 
 
 def _maker(kind: str, **others: Any) -> Callable[..., Any]:
@@ -242,9 +250,10 @@ def _maker(kind: str, **others: Any) -> Callable[..., Any]:
 )
 def test_one_rank_that_is_interrupted_anywhere_trains_as_if_it_had_not_been(kind: str, call: str) -> None:
     make = _maker(kind)
-    [expected, _] = outcome(make, call, 0)  # type: ignore[misc]
+    rises = RISES.get(kind, 0.0)
+    [expected, _] = outcome(make, call, 0, rises=rises)  # type: ignore[misc]
     for at in itertools.count(FIRST, STRIDE):
-        found = outcome(make, call, at)
+        found = outcome(make, call, at, rises=rises)
         if found is None:
             break
         for weights, of_expected in zip(found[0], expected, strict=True):
@@ -309,17 +318,21 @@ def test_a_close_that_is_interrupted_anywhere_ends_when_it_is_repeated(kind: str
 # ---- Loops with DistributedDataParallel
 
 
-def _attached(ranks: Ranks, options: dict[str, Any]) -> list[Tensor]:
+def _attached(ranks: Ranks, options: dict[str, Any], starts: bool) -> list[Tensor]:
     """Interrupt a step of a loop's optimizer at many places; return the weights of each training, the first without."""
     places = itertools.chain([0], itertools.count(FIRST, STRIDE))
     found: list[Tensor] = []
-    while (weights := _train_attached(options, next(places))) is not None:
+    while (weights := _train_attached(options, next(places), starts=starts)) is not None:
         found.append(weights)
     return found
 
 
-def _train_attached(options: dict[str, Any], at: int) -> Tensor | None:
-    """Return the weights after a training with an interruption; None if a step enters fewer functions."""
+def _train_attached(options: dict[str, Any], at: int, *, starts: bool) -> Tensor | None:
+    """Return the weights after a training with an interruption; None if a step enters fewer functions.
+
+    If it ``starts``, the rate rises from iteration 1 on, in which two gradients are due and the step is interrupted.
+    """
+    place = 1 if starts else AT
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 3), broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -328,6 +341,7 @@ def _train_attached(options: dict[str, Any], at: int) -> Tensor | None:
 
     def backward(iteration: int) -> None:
         optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * starts * iteration
         model(torch.randn(4, 40, generator=torch.Generator().manual_seed(iteration))).sum().backward()
 
     def step() -> None:
@@ -337,7 +351,7 @@ def _train_attached(options: dict[str, Any], at: int) -> Tensor | None:
             assert "must follow a backward pass" in str(refused)  # noqa: PT017
 
     for iteration in range(ITERATIONS):
-        saved = [copy.deepcopy(part.state_dict()) for part in parts] if at and iteration == AT else []
+        saved = [copy.deepcopy(part.state_dict()) for part in parts] if at and iteration == place else []
         backward(iteration)
         if not saved:
             optimizer.step()
@@ -359,18 +373,21 @@ def _train_attached(options: dict[str, Any], at: int) -> Tensor | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("options", "starts"),
     [
-        {"width": 1},
-        {"width": 2},
-        {"width": 3, "updates": Updates(prediction="none")},
-        {"windows": Windows(), "width": 1},
+        ({"width": 1}, False),
+        ({"width": 2}, False),
+        ({"width": 2}, True),
+        ({"width": 3, "updates": Updates(prediction="none")}, False),
+        ({"windows": Windows(), "width": 1}, False),
     ],
     ids=str,
 )
-def test_a_step_of_a_loop_with_ddp_that_is_interrupted_anywhere_is_done_once(options: dict[str, Any]) -> None:
+def test_a_step_of_a_loop_with_ddp_that_is_interrupted_anywhere_is_done_once(
+    options: dict[str, Any], starts: bool
+) -> None:
     """An interruption between the update and its note used to let a repeated step apply it again."""
-    [[expected, *found]] = run_ranks(1, _attached, options)
+    [[expected, *found]] = run_ranks(1, _attached, options, starts)
     assert found
     for weights in found:
         _check_same(weights, expected, exactly="windows" not in options)

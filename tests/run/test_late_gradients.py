@@ -39,6 +39,7 @@ def test_the_start_of_a_run_is_known_before(iterations: int) -> None:
 
 def test_a_long_run_has_the_same_share() -> None:
     assert _start("--schedule one-cycle", 1000 * MOST_TRIED) == 1000 * _start("--schedule one-cycle", MOST_TRIED)
+    assert _start("--lr-warmup 200", 2 * MOST_TRIED) == _start("--lr-warmup 200", 1000), "by its own length"
     assert 0.22 * MOST_TRIED < _start("--schedule one-cycle", MOST_TRIED) < 0.24 * MOST_TRIED
 
 
@@ -47,6 +48,8 @@ def test_a_long_run_has_the_same_share() -> None:
     [
         ("", 0),
         ("--schedule cosine", 0),
+        ("--schedule cosine --lr-warmup 10", 8),
+        ("--schedule cosine --lr-warmup 1", 0),
         ("--width 1 --schedule one-cycle", 0),
         ("--strategy ddp --schedule one-cycle", 0),
         ("--schedule one-cycle --synchronous-start 0", 0),
@@ -73,6 +76,7 @@ def test_other_runs_have_none_or_the_number_that_was_given(words: str, expected:
         ("", "fp32", "late gradients 12 of 12 iterations", 12),
         ("--synchronous-start 12", "synchronous", "late gradients none: the run ended in its synchronous start", 0),
         ("--width 1", "fp32", "test loss", None),
+        ("--local-steps 4", "fp32", "test loss", None),
     ],
 )
 def test_a_run_says_at_its_end_how_many_gradients_were_late(
