@@ -50,8 +50,8 @@ class SimulatedSums:
         given: list[_Given] = []
         for rank in range(world_size):
             connections = _Connections(rank, world_size, given, self._turns.pass_on if self._in_phases else None)
-            if isinstance(codec, PowerSgd):
-                self._reducers.append(codec.summed_by(connections, codec.make(), seed=seed))
+            if isinstance(codec, GradientCodec):
+                self._reducers.append(codec.reducer(connections, codec.make(), seed=seed))
             else:
                 self._reducers.append(dense_reducer(codec, codec.make(), connections, seed=seed))
 

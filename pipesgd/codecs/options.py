@@ -5,6 +5,7 @@ Those of published systems, and PowerSGD, are next to what they do: ``codec_name
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from pipesgd.guests import guest
 from pipesgd.options import check_values, option
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pipesgd.codecs.base import Codec
 
 FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
@@ -88,6 +91,10 @@ class CodecOptions:
     def _words(self) -> list[str]:
         words = ["rounded stochastically"] * self.stochastic
         return [*words, *["with error feedback"] * self.gives_back]
+
+    def said_of(self, parameters: Iterable[Tensor]) -> str:
+        """Return what is to be said of a training of ``parameters`` with this codec, after a comma; mostly nothing."""
+        return ""
 
     def settings(self) -> dict[str, Any]:
         """Return the codec and its options by the names that messages give them, to be compared between ranks."""

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.comm.connections import Connections
@@ -75,11 +77,15 @@ class GradientCodec(CodecOptions, ABC):
     def remembers(self) -> bool:
         return True
 
-    @abstractmethod
-    def reducer(self, connections: Connections, *, device: str, seed: int) -> Reducer:
-        """Return the reducer that sums gradients on ``device`` ("cpu" or "cuda") over ``connections``. Collective.
+    def make(self, device: str = "cpu") -> Codec:
+        """Return the codec of the numbers that are sent, which leaves them as they are."""
+        return Uncompressed()
 
-        All ranks give the same ``seed``.
+    @abstractmethod
+    def reducer(self, connections: Connections, codec: Codec, *, seed: int) -> Reducer:
+        """Return the reducer that sums gradients over ``connections``; all ranks give the same ``seed``.
+
+        ``codec`` is what ``make`` has made, on the device of the gradients.
         """
 
     def check(self, parameters: Sequence[Tensor]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipesgd.checks import refuse
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.options import FACTOR_CODECS, codec_named
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
@@ -18,14 +19,13 @@ from pipesgd.flat_buffer import (
     FlatBuffer,
     are_finite,
     check_sizes,
-    in_memory_order,
     places_in_flats,
     real_numel,
     sizes_of_flats,
 )
 from pipesgd.options import option
 from pipesgd.reducers.base import GradientCodec, as_real, check_kept
-from pipesgd.reducers.make import compiled_codec
+from pipesgd.reducers.low_rank import LEAST_COMPRESSION, LowRank
 
 SHORTEST = 1e-30
 """Length below which a column is not made 1 long: it is zero, or nearly so."""
@@ -35,17 +35,35 @@ FACTOR_BLOCK = 64
 
 @dataclass(frozen=True)
 class PowerSgd(GradientCodec):
-    """Factors of low rank in place of matrices; see ``PowerSgdReducer``."""
+    """Factors of low rank in place of matrices (see ``PowerSgdReducer``).
+
+    ``rule`` says which parameters are factored, and at which rank.
+
+    >>> PowerSgd(low_rank=2).rule.matrices(torch.empty(30, 40))
+    [Matrix(rows=30, columns=40, rank=2)]
+    """
 
     name: str = field(default="powersgd", init=False)
-    low_rank: int = option(4, at_least=1)
-    """Rank of the factors."""
+    low_rank: int | None = option(None, at_least=1)
+    """Rank of the factors, 4 by default."""
+    compression: float | None = option(None, at_least=LEAST_COMPRESSION, named="rank-compression")
+    """Number of times by which the factors of each matrix have fewer values than it, in place of one rank for all."""
     factors: str = option("fp32", choices=FACTOR_CODECS, named="factor-codec")
     """Encoding of the factors and of what is not compressed, on the wire: fp32 (exact), bf16 or int8."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        both = self.low_rank is not None and self.compression is not None
+        refuse((both, f"low-rank must be left out with --rank-compression, which chooses ranks; got {self.low_rank}"))
 
     @property
     def multiplies(self) -> bool:
         return True
+
+    @property
+    def rule(self) -> LowRank:
+        """Rule that says which parameters are factored, and at which rank."""
+        return LowRank(self.low_rank or LowRank.rank, self.compression)
 
     def make(self, device: str = "cpu") -> Codec:
         """Return the codec of the factors."""
@@ -53,17 +71,18 @@ class PowerSgd(GradientCodec):
         return codec_named(self.factors, **block).make(device)
 
     def _words(self) -> list[str]:
-        return [f"of rank {self.low_rank}", *[f"in {self.factors}"] * (self.factors != "fp32")]
+        by_size = self.compression is not None
+        ranks = f"with {self.compression:g} times fewer values" if by_size else f"of rank {self.rule.rank}"
+        return [ranks, *[f"in {self.factors}"] * (self.factors != "fp32")]
 
-    def reducer(self, connections: Connections, *, device: str, seed: int) -> PowerSgdReducer:
-        return self.summed_by(connections, compiled_codec(self, connections.ranks, device), seed=seed)
+    def said_of(self, parameters: Iterable[Tensor]) -> str:
+        return f", {self.rule.describe(parameters)}"
 
-    def summed_by(self, connections: Connections, codec: Codec, *, seed: int) -> PowerSgdReducer:
-        """Return the reducer that sums factors over ``connections``, encoded by ``codec``, that of ``make``."""
+    def reducer(self, connections: Connections, codec: Codec, *, seed: int) -> PowerSgdReducer:
         return PowerSgdReducer(
             connections.all_reduce(codec),
             world_size=connections.ranks.world_size,
-            low_rank=self.low_rank,
+            rule=self.rule,
             exact=codec.in_place,
             seed=seed,
         )
@@ -95,15 +114,15 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A compressed parameter, with views into the tensors of its bucket."""
+    """A matrix that is compressed, of a parameter, with views into the tensors of its bucket."""
 
     place: _Place
     residual: Tensor
     """Residual, (rows, columns)."""
     left: Tensor
-    """Left factor, (low_rank, rows), P of the paper, column by column."""
+    """Left factor, (rank, rows), P of the paper, column by column."""
     right: Tensor
-    """Right factor, (low_rank, columns), Q of the paper, column by column."""
+    """Right factor, (rank, columns), Q of the paper, column by column."""
     first_right: Tensor
     """Random right factor to begin with."""
 
@@ -133,14 +152,12 @@ class _Room:
 class PowerSgdReducer:
     """Sums matrices by one step of a power iteration (Vogels, Karimireddy & Jaggi, NeurIPS 2019, algorithms 1 and 2).
 
-    A parameter of two or more dimensions is treated as a matrix, the first dimension of its memory by the others, if
-    its factors are smaller: (rows + columns) * low_rank < rows * columns. All others are summed as they are. A ``sum``
-    of a bucket over p ranks is
+    Parameters are matrices of a rank r by ``LowRank``, or are summed as they are. A ``sum`` of a bucket over p ranks is
 
     1. accumulate: M = gradient + residual, (rows, columns), of this rank;
-    2. left factors: P = M Q, (rows, low_rank), with Q from the last iteration, its columns made 1 long. All P and the
+    2. left factors: P = M Q, (rows, r), with Q from the last iteration, its columns made 1 long. All P and the
        uncompressed parameters are summed in one all-reduce; then the columns of each P are made orthonormal;
-    3. right factors: Q = M^T P, (columns, low_rank), summed in a second all-reduce;
+    3. right factors: Q = M^T P, (columns, r), summed in a second all-reduce;
     4. decode: the sum is P Q^T; the residual becomes M - P Q^T / p, so that the sum and all ranks' residuals together
        equal the ranks' inputs. The next iteration starts from Q.
 
@@ -164,15 +181,15 @@ class PowerSgdReducer:
     Args:
         all_reduce: sums exactly, or with a codec on the wire.
         world_size: number of ranks, p.
-        low_rank: columns of the factors.
+        rule: says which parameters are factored, and at which rank.
         exact: whether ``all_reduce`` sums exactly.
         seed: seed of the first Q, the same on all ranks.
     """
 
-    def __init__(self, all_reduce: AllReduce, *, world_size: int, low_rank: int, exact: bool = True, seed: int = 0):
+    def __init__(self, all_reduce: AllReduce, *, world_size: int, rule: LowRank, exact: bool = True, seed: int = 0):
         self._all_reduce = all_reduce
         self._world_size = world_size
-        self._low_rank = low_rank
+        self._rule = rule
         self._exact = exact
         self._seed = seed
         self._residuals: dict[int, Tensor] = {}  # by number of the flat tensor
@@ -204,15 +221,17 @@ class PowerSgdReducer:
             if room.lost is not None:
                 whole.residual.copy_(room.lost[whole.sent])
         # 3.
+        finite = are_finite([room.left])  # most often, and then nobody need look at each matrix
         for matrix in room.matrices:
-            if are_finite([matrix.left]):
+            if finite or are_finite([matrix.left]):
                 matrix.left.copy_(torch.linalg.qr(matrix.left.t()).Q.t())
             torch.mm(matrix.left, matrix.residual, out=matrix.right)
         self._all_reduce(room.right)
         # 4.
+        finite = are_finite([room.left, room.right])
         for matrix in room.matrices:
             values = matrix.in_flats(flats)
-            if are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
+            if finite or are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
                 if values.dtype == torch.float32:
                     torch.mm(matrix.left.t(), matrix.right, out=values)
                 else:
@@ -227,13 +246,9 @@ class PowerSgdReducer:
                 residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
-        lefts, rights = 0, 0
-        for view in buffer.views:
-            rows, columns = self._shape(view)
-            lefts += rows * self._low_rank if columns else rows
-            rights += columns * self._low_rank
+        sizes = zip(*map(self._sizes, buffer.views), strict=True)
         device = buffer.flats[0].device
-        parts = [torch.empty(numel, dtype=torch.float32, device=device) for numel in (lefts, rights)]
+        parts = [torch.empty(sum(numels), dtype=torch.float32, device=device) for numels in sizes]
         return sum(map(self._all_reduce.wire_bytes, parts))
 
     def state(self, buffer: FlatBuffer) -> list[Tensor]:
@@ -261,8 +276,7 @@ class PowerSgdReducer:
         first = 0
         for bucket in buckets:
             if first in state["rights"]:
-                here = self._low_rank * sum(columns for _, columns in map(self._shape, bucket))
-                check_sizes([state["rights"][first].numel()], [here])
+                check_sizes([state["rights"][first].numel()], [sum(right for _, right in map(self._sizes, bucket))])
             first += len(sizes_of_flats([bucket]))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -270,15 +284,11 @@ class PowerSgdReducer:
         self._rights = {first: right.clone() for first, right in state["rights"].items()}
         self._rooms = {}
 
-    def _shape(self, view: Tensor) -> tuple[int, int]:
-        """Return rows and columns of a parameter's matrix; for one that is not compressed, its numel and 0."""
-        numel = real_numel(view)
-        if view.dim() >= 2 and numel:
-            rows = len(in_memory_order(view))
-            columns = numel // rows
-            if (rows + columns) * self._low_rank < numel:
-                return rows, columns
-        return numel, 0
+    def _sizes(self, parameter: Tensor) -> tuple[int, int]:
+        """Return how many values the first and the second all-reduce have of a parameter like this one."""
+        made = self._rule.matrices(parameter)
+        rights = sum(one.columns * one.rank for one in made)
+        return sum(one.rows * one.rank for one in made) if made else real_numel(parameter), rights
 
     def _room(self, buffer: FlatBuffer) -> _Room:
         """Return the memory for buckets like this one, made once."""
@@ -288,12 +298,11 @@ class PowerSgdReducer:
 
     def _make_room(self, buffer: FlatBuffer) -> _Room:
         """Lay out the tensors for buckets like this one; loaded state is kept."""
-        flats, first, low_rank = buffer.flats, buffer.first, self._low_rank
-        shapes = [self._shape(view) for view in buffer.views]
+        flats, first = buffer.flats, buffer.first
+        made = list(map(self._rule.matrices, buffer.views))
+        of_lefts, of_rights = zip(*map(self._sizes, buffer.views), strict=True)
         # All left factors are in front of what is summed as it is.
-        order = sorted(range(len(shapes)), key=lambda index: not shapes[index][1])
-        of_lefts = [rows * low_rank if columns else rows for rows, columns in shapes]
-        of_rights = [columns * low_rank for _, columns in shapes]
+        order = sorted(range(len(made)), key=lambda index: not made[index])
         left = torch.zeros(sum(of_lefts), dtype=torch.float32, device=flats[0].device)
         stops = itertools.accumulate(of_lefts[index] for index in order)
         lefts = {index: slice(stop - of_lefts[index], stop) for index, stop in zip(order, stops, strict=True)}
@@ -304,22 +313,34 @@ class PowerSgdReducer:
             for number, flat in enumerate(flats, first)
         ]
         room = _Room(residuals, left, right, [], None if self._exact else torch.empty_like(left), [], [])
-        places = [_Place(flat, slice(start, stop)) for flat, start, stop in places_in_flats([buffer.views])]
-        of_each = zip(shapes, places, right.split(of_rights), first_right.split(of_rights), strict=True)
-        for index, ((rows, columns), place, own_right, own_first) in enumerate(of_each):
-            residual = place.in_flats(residuals)
+        places = places_in_flats([buffer.views])
+        of_each = zip(made, places, right.split(of_rights), first_right.split(of_rights), strict=True)
+        for index, (matrices, (flat, start, stop), own_right, own_first) in enumerate(of_each):
+            whole = _Place(flat, slice(start, stop))
+            residual = whole.in_flats(residuals)
             room.state_of.append([residual, own_right])
-            if not columns:
-                room.wholes.append(_Whole(place, residual, lefts[index]))
+            if not matrices:
+                room.wholes.append(_Whole(whole, residual, lefts[index]))
                 continue
-            room.matrices.append(
+            numels = [one.rows * one.columns for one in matrices]
+            starts = itertools.accumulate([start, *numels[:-1]])
+            views = zip(
+                matrices,
+                [_Place(flat, slice(begin, begin + numel)) for begin, numel in zip(starts, numels, strict=True)],
+                left[lefts[index]].split([one.rows * one.rank for one in matrices]),
+                own_right.split([one.columns * one.rank for one in matrices]),
+                own_first.split([one.columns * one.rank for one in matrices]),
+                strict=True,
+            )
+            room.matrices.extend(
                 _Matrix(
                     place=place,
-                    residual=residual.view(rows, columns),
-                    left=left[lefts[index]].view(low_rank, rows),
-                    right=own_right.view(low_rank, columns),
-                    first_right=own_first.view(low_rank, columns),
+                    residual=place.in_flats(residuals).view(one.rows, one.columns),
+                    left=of_left.view(one.rank, one.rows),
+                    right=of_right.view(one.rank, one.columns),
+                    first_right=of_first.view(one.rank, one.columns),
                 )
+                for one, place, of_left, of_right, of_first in views
             )
         return room
 

@@ -19,6 +19,7 @@ from pipesgd.codecs.options import codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
+from pipesgd.reducers.low_rank import LowRank
 from pipesgd.reducers.powersgd import PowerSgd, PowerSgdReducer
 from pipesgd.replicas import weights_sha256
 from timing_model.schedules import ALL_REDUCES, SCHEDULES
@@ -29,8 +30,8 @@ State = dict[str, Any]
 Gradients = list[Tensor]
 """Gradients of all parameters."""
 
-SHAPES = [(12, 10), (7,), (9, 4, 3), (2, 2), (), (0, 5), (5, 40)]
-COMPRESSED = (0, 2, 6)
+SHAPES = [(12, 10), (7,), (9, 4, 3), (2, 2), (), (0, 5), (5, 40), (30, 10)]
+COMPRESSED = (0, 2, 6, 7)
 """Indices of the shapes that are compressed with rank 1 and 2."""
 
 
@@ -48,7 +49,9 @@ def exchanged(
         schedule = SCHEDULES[name](transport.rank, world_size)
         codec = PowerSgd(factors=factors).make()
         all_reduce = ScheduledAllReduce(transport, schedule, codec, segment_bytes=64)
-        reducer = PowerSgdReducer(all_reduce, world_size=world_size, low_rank=low_rank, exact=codec.in_place, seed=3)
+        reducer = PowerSgdReducer(
+            all_reduce, world_size=world_size, rule=LowRank(low_rank), exact=codec.in_place, seed=3
+        )
         if states is not None:
             reducer.load_state_dict(states[transport.rank])
         sums = []
@@ -241,7 +244,7 @@ def test_a_residual_that_overflows_does_not_stay() -> None:
     def with_two_that_have_the_opposite(flat: Tensor) -> None:
         flat.neg_()
 
-    reducer = PowerSgdReducer(with_two_that_have_the_opposite, world_size=3, low_rank=1)
+    reducer = PowerSgdReducer(with_two_that_have_the_opposite, world_size=3, rule=LowRank(1))
     buffer = FlatBuffer([torch.zeros(30, 20)])
     buffer.views[0][4, 2] = 3e38
     reducer.sum(buffer, 0)
