@@ -196,7 +196,7 @@ def publish(rows: list[Row], runs: Runs, folder: Path) -> None:
 
 def _texts(row: Row) -> dict[str, str]:
     text = partial(command.text_of, row)
-    halved = "" if not row["lr_halved"] else f", halved {row['lr_halved']} x"
+    halved = f", halved {row['lr_halved']} x at the edge of stability" if row["lr_halved"] else ""
     return {
         "workload": row["workload"],
         "iterations": str(row["iterations"]),

@@ -290,7 +290,10 @@ def test_adapters_alone_are_trained_and_begin_as_nothing(monkeypatch: pytest.Mon
     accuracy_models._weights_for_prose.cache_clear()
     shape = SHAPE | {"num_classes": 256}
     torch.manual_seed(1)
-    model, again = adapted_transformer("3", **shape), adapted_transformer("3", **shape)
+    model = adapted_transformer("3", **shape)
+    accuracy_models._weights_for_prose.cache_clear()  # as in another process
+    torch.manual_seed(2)
+    again = adapted_transformer("3", **shape)
     weights = accuracy_models._weights_for_prose(*shape.values())
     accuracy_models._weights_for_prose.cache_clear()
     trained = {name: tuple(one.shape) for name, one in model.named_parameters() if one.requires_grad}
