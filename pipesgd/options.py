@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,7 @@ def _declared(section: Any) -> Iterator[tuple[dataclasses.Field[Any], Mapping[st
             yield item, item.metadata, getattr(section, item.name)
 
 
+@functools.cache
 def types_in_words(section: type) -> dict[str, Any]:
     """Return the type of each field of the dataclass ``section`` that the words of a command line can give it.
 
