@@ -7,6 +7,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 
 export OMP_NUM_THREADS ?= 1
+# Compiled sources and tests are kept, for the many processes of the tests, whatever the caller's shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Two tests at a time: most of them wait, but their deadlines are for no more than that.
 WORKERS := --numprocesses 2 --dist worksteal
@@ -36,7 +38,7 @@ check: lint
 test-systems: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier systems
 
-# Jobs as torchrun starts them, measurements, emulated clusters, pages and the packages.
+# Jobs as torchrun starts them, measurements, long simulations, emulated clusters, pages and packages.
 test-processes: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier processes
 
