@@ -156,6 +156,8 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
                 )
     axes.axvline(0, color=style.BLACK, linewidth=0.8)
     axes.set_xlim(-SHOWN * least, SHOWN * least)
+    axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(methods)), methods)
     axes.set_ylim(len(methods) - 0.5, -0.5)
     axes.set(title=rows[0]["workload"], xlabel=f"worse than synchronous, {rows[0]['unit']}")

@@ -115,7 +115,7 @@ LOW_RANK_BOUNDS = (1.5, 0.3)
 METHODS = {
     SYNCHRONOUS: Method(words="--width 1", rate_of=SYNCHRONOUS, long=True),
     LATE: Method(words="--width 2", rate_of=LATE),
-    LOW_RANK: Method(words=f"--width 2 {OF_LOW_RANK}", rate_of=LOW_RANK, bounds=LOW_RANK_BOUNDS, work=1.3, long=True),
+    LOW_RANK: Method(words=f"--width 2 {OF_LOW_RANK}", rate_of=LOW_RANK, bounds=LOW_RANK_BOUNDS, work=1.2, long=True),
     "width 2, int8": Method(words="--width 2 --codec int8", rate_of=LATE, long=True),
     "width 2, int4": Method(words="--width 2 --codec int4", rate_of=LATE, long=True),
     "compress int8": Method(words="--width 1 --codec int8", rate_of=SYNCHRONOUS),

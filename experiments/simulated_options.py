@@ -16,7 +16,16 @@ OPTIMIZATION = (
 )
 OF_WINDOWS = ("width", "local-steps", "fragments", "outer", "outer-lr", "outer-momentum", "moving-rate")
 OF_GRADIENTS = ("width", "synchronous-start", "prediction", "guard")
-OF_CODECS = ("codec", "codec-block", "rounding", "error-feedback", "qsgd-levels", "low-rank")
+OF_CODECS = (
+    "codec",
+    "codec-block",
+    "rounding",
+    "error-feedback",
+    "qsgd-levels",
+    "low-rank",
+    "rank-compression",
+    "factor-codec",
+)
 OTHERS = ("evaluate-iterations",)
 
 

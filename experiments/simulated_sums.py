@@ -51,7 +51,7 @@ class SimulatedSums:
         for rank in range(world_size):
             connections = _Connections(rank, world_size, given, self._turns.pass_on if self._in_phases else None)
             if isinstance(codec, GradientCodec):
-                self._reducers.append(codec.reducer(connections, seed=seed))
+                self._reducers.append(codec.reducer(connections, codec.make(), seed=seed))
             else:
                 self._reducers.append(dense_reducer(codec, codec.make(), connections, seed=seed))
 

@@ -38,6 +38,8 @@ CODEC: tuple[Rule, ...] = (
      f"codec must be {one_of(NATIVE_CODECS)} with --all-reduce native, in which torch sums; got {{o.codec}}"),
     (lambda o: o.all_reduce_name == "native" and o.gives_back,
      "error-feedback must be off with --all-reduce native, in which torch rounds; got on"),
+    (lambda o: o.all_reduce_name == "native" and o.factors != "fp32",
+     "factor-codec must be fp32 with --all-reduce native, which keeps no residual; got {o.factors}"),
     (lambda o: o.all_reduce_name != "ring" and o.codec == "topk",
      "all-reduce must be ring with --codec topk, whose values are gathered around it; got {o.all_reduce_name}"),
 )  # fmt: skip

@@ -1159,7 +1159,7 @@ def by_compressed(ranks: Ranks, codec: str | CodecOptions | None, interrupted: b
     return snapshot(ddp_model.module)
 
 
-def _compressed(ranks: Ranks, codec: str | CodecOptions, ddp: dict[str, Any]) -> tuple[Weights, Weights]:
+def _compressed(ranks: Ranks, codec: str, ddp: dict[str, Any]) -> tuple[Weights, Weights]:
     return by_compressed(ranks, None), by_compressed(ranks, codec, **ddp)
 
 
@@ -1171,13 +1171,9 @@ def _compressed(ranks: Ranks, codec: str | CodecOptions, ddp: dict[str, Any]) ->
         ("bf16", 2e-3, {}),
         ("int8", 5e-3, {}),
         ("int4", 6e-2, {"gradient_as_bucket_view": True}),
-        (codec_named("powersgd", low_rank=8), 1e-1, {"gradient_as_bucket_view": True}),
     ],
-    ids=str,
 )
-def test_a_compressed_program_stays_close_to_ddp(
-    codec: str | CodecOptions, tolerance: float, ddp: dict[str, Any]
-) -> None:
+def test_a_compressed_program_stays_close_to_ddp(codec: str, tolerance: float, ddp: dict[str, Any]) -> None:
     answers = run_ranks(3, _compressed, codec, ddp)
     for expected, found in answers:
         assert same(found, answers[0][1]), "replicas"

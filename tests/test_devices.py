@@ -27,6 +27,7 @@ from pipesgd.flat_buffer import FlatBuffer, on_device
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer
+from pipesgd.reducers.low_rank import LowRank
 from pipesgd.reducers.powersgd import PowerSgdReducer
 from pipesgd.run.workload import load
 from pipesgd.sections import PREDICTIONS
@@ -98,7 +99,7 @@ class OneRankOfTwo:
 REDUCERS: dict[str, Callable[[], Reducer]] = {
     "dense": lambda: DenseReducer(OneRankOfTwo(), exact=False, error_feedback=True),
     "topk": lambda: TopK(0.1, momentum_correction=0.5).sums(OneRankOfTwo(), rank=1, world_size=2),
-    "powersgd": lambda: PowerSgdReducer(OneRankOfTwo(), world_size=2, low_rank=2),
+    "powersgd": lambda: PowerSgdReducer(OneRankOfTwo(), world_size=2, rule=LowRank(2)),
 }
 
 

@@ -78,6 +78,10 @@ OF_THE_COMMAND = [
         "codec must be one of fp32, bf16, fp16, powersgd with --all-reduce native, in which torch sums; got int8",
     ),
     (
+        "--codec powersgd --factor-codec int8 --all-reduce native",
+        "factor-codec must be fp32 with --all-reduce native, which keeps no residual; got int8",
+    ),
+    (
         "--outer elastic --codec powersgd",
         "codec must keep no residual with --outer elastic, whose next difference has what was left out of this "
         "one; got powersgd",

@@ -28,6 +28,9 @@ NOT_HERE = {
 WITHOUT_EFFECT = ("rate-limit", "loader-workers")
 """Options that change no weight: ``comm/test_pace.py`` and ``data/test_datasets.py`` show it."""
 
+UNTIMED = ("synchronous-start",)
+"""Options without an effect on times, which are those of a pipeline that is full, at a constant learning rate."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class System:
@@ -53,6 +56,11 @@ class System:
     def trained_words(self) -> str:
         """Arguments that determine the weights: two systems that share them train alike, bit for bit."""
         return words_of({name: value for name, value in self.options.items() if name not in WITHOUT_EFFECT})
+
+    @property
+    def timed_words(self) -> str:
+        """Arguments that determine the time of an iteration."""
+        return words_of({name: value for name, value in self.options.items() if name not in UNTIMED})
 
 
 def words_of(options: dict[str, Any]) -> str:
@@ -86,7 +94,7 @@ def systems() -> dict[str, System]:
 def keys_of(names: Iterable[str]) -> dict[str, str]:
     """Return what identifies each of these systems in a cell of times: its arguments, or ``HOGWILD``."""
     known = systems()
-    return {name: HOGWILD if name == HOGWILD else known[name].words for name in names}
+    return {name: HOGWILD if name == HOGWILD else known[name].timed_words for name in names}
 
 
 def all_names() -> list[str]:

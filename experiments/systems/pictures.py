@@ -13,7 +13,7 @@ from experiments.results import Row, grouped
 from experiments.style import BLACK, GREY, method_styles
 from experiments.systems.accuracy import Curve, Key, best_curves
 from experiments.systems.catalogue import NAME
-from experiments.systems.table import BASELINE
+from experiments.systems.table import BASELINE, seconds_until
 from experiments.systems.workloads import CORES
 
 if TYPE_CHECKING:
@@ -37,22 +37,20 @@ SHOWN_SHARE = 0.75
 def curve_rows(rows: Sequence[Row], curves: Mapping[Key, Curve]) -> list[Row]:
     """Return a row for every curve, first over iterations, and then over their time in the table's first place.
 
-    That time is calculated: iterations times the time of an iteration. ``rows`` are those of the table.
+    That time is calculated: ``table.seconds_until``. ``rows`` are those of the table.
     """
     place, best = (rows[0]["rate"], rows[0]["computes"]), best_curves(curves)
-    iteration_s = {
-        (row["workload"], row["system"]): row["iteration_s"] for row in rows if (row["rate"], row["computes"]) == place
-    }
+    there = {(row["workload"], row["system"]): row for row in rows if (row["rate"], row["computes"]) == place}
     return [
         {
             "panel": f"{workload}, {place[0]}" if timed else workload,
             "timed": timed,
             "system": system,
             "seed": seed,
-            "points": [[at * (seconds if timed else 1), accuracy] for at, accuracy in curve.points],
+            "points": [[seconds_until(row, at) if timed else at, accuracy] for at, accuracy in curve.points],
         }
         for timed in (False, True)
-        for (workload, system), seconds in iteration_s.items()
+        for (workload, system), row in there.items()
         if system in SHOWN
         for seed, curve in enumerate(best[workload, system][1])
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from experiments import command
@@ -47,6 +48,7 @@ def rows_of(
     times: Mapping[tuple[str, str, str], Cell],
     keys: Mapping[str, str],
     curves: Mapping[Key, Curve],
+    starts: Mapping[tuple[str, str], int] = MappingProxyType({}),
 ) -> list[Row]:
     """Return the rows.
 
@@ -55,6 +57,7 @@ def rows_of(
         times: cells by workload, rate and what computes.
         keys: key of each system in a cell.
         curves: accuracies, of which the best share of the learning rate counts.
+        starts: iterations of the synchronous start of each workload and system that has one.
     """
     first: dict[str, str] = {}
     best = best_curves(curves)
@@ -76,18 +79,28 @@ def rows_of(
                 **_time(rounds),
                 **_prediction(cell.predictions[keys[name]], median(seconds) if seconds else None),
                 **_against(seconds, {} if name == HOGWILD else cell.rounds, keys),
+                "start_iterations": starts.get((workload, name), 0),
                 "share_of_lr": share,
                 **accuracy_of(own, reference, target),
             }
             if "--loader-workers" in keys[name]:
                 row["cpu_share"] = None
-            reached, iteration = row["iterations_to_target"], row["iteration_s"]
             row["not_reached"] = row["not_reached"] or TIME_OF_OTHERS.get(name) or cell.not_timed.get(keys[name], "")
-            row["time_to_target_s"] = None if row["not_reached"] else reached * iteration
+            reached = row["iterations_to_target"]
+            row["time_to_target_s"] = None if row["not_reached"] else seconds_until(row, reached)
             why = [reason for column, reason in NOT_MEASURED.items() if row[column] is None]
             row["not_measured"] = cell.not_timed.get(keys[name], "; ".join(why))
             rows.append(row)
     return rows
+
+
+def seconds_until(row: Row, iterations: float) -> float:
+    """Return the calculated seconds of this many ``iterations`` of a row: each takes what one takes in the median.
+
+    Those of a synchronous start take longer by the communication that a late iteration hides.
+    """
+    start = min(row["start_iterations"], iterations)
+    return float(iterations * row["iteration_s"] + start * row["hidden_s"])
 
 
 def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
@@ -98,6 +111,7 @@ def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
         return median(known) if known else None
 
     seconds = [one["seconds"] for one in rounds]
+    hidden = [one["communication_seconds"] - one["exposed_seconds"] for one in rounds]
     communication, exposed = (sum(one[f"{name}_seconds"] for one in rounds) for name in ("communication", "exposed"))
     return {
         "iteration_s": over("seconds"),
@@ -108,6 +122,7 @@ def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
         "rounds": len(seconds),
         "wire_bytes": over("wire_bytes"),
         "hidden_share": hidden_share(communication, exposed),
+        "hidden_s": median(hidden) if hidden else None,
         "memory_bytes": over("memory_bytes"),
         "cpu_share": over("cpu_share"),
     }

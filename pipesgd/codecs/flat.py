@@ -5,12 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipesgd.codecs.options import BLOCK_CODECS, CODECS, DENSE_CODECS, ROUNDINGS, CodecOptions, codec_named
+from pipesgd.codecs.options import (
+    BLOCK_CODECS,
+    CODECS,
+    DENSE_CODECS,
+    FACTOR_CODECS,
+    ROUNDINGS,
+    CodecOptions,
+    codec_named,
+)
 from pipesgd.functions import OWN, check_function, kind
 from pipesgd.options import check_read, check_values, option
 
 ON_OFF = ("on", "off")
-_FIELDS = {"codec_block": "block", "qsgd_levels": "levels"}
+_FIELDS = {
+    "codec_block": "block",
+    "qsgd_levels": "levels",
+    "factor_codec": "factors",
+    "rank_compression": "compression",
+}
 """Names of options where the objects have others, since these belong to one codec."""
 
 
@@ -42,6 +55,12 @@ class CompressionConfig:
     with --local-steps it is momentum of movements, and the optimizer keeps its own)."""
     low_rank: int | None = option(None, at_least=1, read_by={"codec": ("powersgd",)})
     """Rank of the factors that --codec powersgd sends for a matrix, 4 by default."""
+    rank_compression: float | None = option(None, at_least=2, read_by={"codec": ("powersgd",)})
+    """Number of times by which the factors of a matrix have fewer values than it: each matrix then has a rank by its
+    size, in place of --low-rank."""
+    factor_codec: str | None = option(None, choices=FACTOR_CODECS, read_by={"codec": ("powersgd",)})
+    """Encoding of the factors of --codec powersgd, fp32 by default: bf16 sends half of its bytes, int8 about a quarter.
+    What that leaves out comes with later gradients."""
 
     def __post_init__(self) -> None:
         check_function("codec", self.codec, kind(self.codec), (*CODECS, OWN))

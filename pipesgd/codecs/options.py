@@ -5,6 +5,7 @@ Those of published systems, and PowerSGD, are next to what they do: ``codec_name
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from pipesgd.guests import guest
 from pipesgd.options import check_values, option
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pipesgd.codecs.base import Codec
 
 FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
@@ -25,6 +28,9 @@ CODECS = (*DENSE_CODECS, "topk", "powersgd")
 ROUNDINGS = ("nearest", "stochastic")
 NATIVE_CODECS = ("fp32", "bf16", "fp16", "powersgd")
 """Names of the codecs whose values, or factors, torch's own all-reduce can add up."""
+
+FACTOR_CODECS = ("fp32", "bf16", "int8")
+"""Names of the codecs of factors of low rank."""
 
 MAX_BLOCK = 1 << 20
 
@@ -86,6 +92,10 @@ class CodecOptions:
         words = ["rounded stochastically"] * self.stochastic
         return [*words, *["with error feedback"] * self.gives_back]
 
+    def said_of(self, parameters: Iterable[Tensor]) -> str:
+        """Return what is to be said of a training of ``parameters`` with this codec, after a comma; mostly nothing."""
+        return ""
+
     def settings(self) -> dict[str, Any]:
         """Return the codec and its options by the names that messages give them, to be compared between ranks."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -98,6 +108,7 @@ class CodecOptions:
             "gives_back": self.gives_back,
             "remembers": self.remembers,
             "error_feedback": getattr(self, "error_feedback", None),
+            "factors": getattr(self, "factors", "fp32"),
             "own_momentum": self.own_momentum,
         }
 

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.comm.connections import Connections
@@ -75,9 +77,16 @@ class GradientCodec(CodecOptions, ABC):
     def remembers(self) -> bool:
         return True
 
+    def make(self, device: str = "cpu") -> Codec:
+        """Return the codec of the numbers that are sent, which leaves them as they are."""
+        return Uncompressed()
+
     @abstractmethod
-    def reducer(self, connections: Connections, *, seed: int) -> Reducer:
-        """Return the reducer that sums gradients over ``connections``; all ranks give the same ``seed``."""
+    def reducer(self, connections: Connections, codec: Codec, *, seed: int) -> Reducer:
+        """Return the reducer that sums gradients over ``connections``; all ranks give the same ``seed``.
+
+        ``codec`` is what ``make`` has made, on the device of the gradients.
+        """
 
     def check(self, parameters: Sequence[Tensor]) -> None:
         """Raise ``UserInputError`` unless gradients of ``parameters`` can be compressed like this."""

@@ -49,9 +49,10 @@ def check_momentum(options: CodecOptions, optimizer: torch.optim.Optimizer) -> N
 
 def make_reducer(options: CodecOptions, connections: Connections, *, device: str, seed: int) -> Reducer:
     """Return the reducer that sums gradients on ``device`` ("cpu" or "cuda") over ``connections``."""
+    codec = compiled_codec(options, connections.ranks, device)
     if isinstance(options, GradientCodec):
-        return options.reducer(connections, seed=seed)
-    return dense_reducer(options, compiled_codec(options, connections.ranks, device), connections, seed=seed)
+        return options.reducer(connections, codec, seed=seed)
+    return dense_reducer(options, codec, connections, seed=seed)
 
 
 def dense_reducer(options: CodecOptions, codec: Codec, connections: Connections, *, seed: int) -> DenseReducer:

@@ -2,46 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipesgd.checks import refuse
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.options import FACTOR_CODECS, codec_named
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.comm.connections import Connections
 from pipesgd.flat_buffer import (
     FlatBuffer,
     are_finite,
     check_sizes,
-    in_memory_order,
     places_in_flats,
     real_numel,
     sizes_of_flats,
 )
 from pipesgd.options import option
 from pipesgd.reducers.base import GradientCodec, as_real, check_kept
+from pipesgd.reducers.low_rank import LEAST_COMPRESSION, LowRank
+
+SHORTEST = 1e-30
+"""Length below which a column is not made 1 long: it is zero, or nearly so."""
+FACTOR_BLOCK = 64
+"""Block of int8 for factors: few blocks then have values of two columns, whose sizes may be far apart."""
 
 
 @dataclass(frozen=True)
 class PowerSgd(GradientCodec):
-    """Factors of low rank in place of matrices; see ``PowerSgdReducer``."""
+    """Factors of low rank in place of matrices (see ``PowerSgdReducer``).
+
+    ``rule`` says which parameters are factored, and at which rank.
+
+    >>> PowerSgd(low_rank=2).rule.matrices(torch.empty(30, 40))
+    [Matrix(rows=30, columns=40, rank=2)]
+    """
 
     name: str = field(default="powersgd", init=False)
-    low_rank: int = option(4, at_least=1)
-    """Rank of the factors."""
+    low_rank: int | None = option(None, at_least=1)
+    """Rank of the factors, 4 by default."""
+    compression: float | None = option(None, at_least=LEAST_COMPRESSION, named="rank-compression")
+    """Number of times by which the factors of each matrix have fewer values than it, in place of one rank for all."""
+    factors: str = option("fp32", choices=FACTOR_CODECS, named="factor-codec")
+    """Encoding of the factors and of what is not compressed, on the wire: fp32 (exact), bf16 or int8."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        both = self.low_rank is not None and self.compression is not None
+        refuse((both, f"low-rank must be left out with --rank-compression, which chooses ranks; got {self.low_rank}"))
 
     @property
     def multiplies(self) -> bool:
         return True
 
-    def _words(self) -> list[str]:
-        return [f"of rank {self.low_rank}"]
+    @property
+    def rule(self) -> LowRank:
+        """Rule that says which parameters are factored, and at which rank."""
+        return LowRank(self.low_rank or LowRank.rank, self.compression)
 
-    def reducer(self, connections: Connections, *, seed: int) -> PowerSgdReducer:
-        ranks = connections.ranks
-        return PowerSgdReducer(connections.all_reduce(), world_size=ranks.world_size, low_rank=self.low_rank, seed=seed)
+    def make(self, device: str = "cpu") -> Codec:
+        """Return the codec of the factors."""
+        block = {"block": FACTOR_BLOCK} if self.factors == "int8" else {}
+        return codec_named(self.factors, **block).make(device)
+
+    def _words(self) -> list[str]:
+        by_size = self.compression is not None
+        ranks = f"with {self.compression:g} times fewer values" if by_size else f"of rank {self.rule.rank}"
+        return [ranks, *[f"in {self.factors}"] * (self.factors != "fp32")]
+
+    def said_of(self, parameters: Iterable[Tensor]) -> str:
+        return f", {self.rule.describe(parameters)}"
+
+    def reducer(self, connections: Connections, codec: Codec, *, seed: int) -> PowerSgdReducer:
+        return PowerSgdReducer(
+            connections.all_reduce(codec),
+            world_size=connections.ranks.world_size,
+            rule=self.rule,
+            exact=codec.in_place,
+            seed=seed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +102,27 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
+class _Whole:
+    """A parameter that is not compressed."""
+
+    place: _Place
+    residual: Tensor
+    """Residual, (numel,), zero where encodings are exact."""
+    sent: slice
+    """Its place in ``left`` of its bucket."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A compressed parameter, with views into the tensors of its bucket."""
+    """A matrix that is compressed, of a parameter, with views into the tensors of its bucket."""
 
     place: _Place
     residual: Tensor
     """Residual, (rows, columns)."""
     left: Tensor
-    """Left factor, (rows, low_rank), P of the paper."""
+    """Left factor, (rank, rows), P of the paper, column by column."""
     right: Tensor
-    """Right factor, (columns, low_rank), Q of the paper."""
+    """Right factor, (rank, columns), Q of the paper, column by column."""
     first_right: Tensor
     """Random right factor to begin with."""
 
@@ -87,8 +142,9 @@ class _Room:
     right: Tensor
     """All right factors."""
     matrices: list[_Matrix]
-    wholes: list[tuple[_Place, Tensor]]
-    """Places of the parameters that are summed as they are, in the bucket and among the values of ``left``."""
+    lost: Tensor | None
+    """Values that this rank's encodings leave out of ``left``, in the present sum; None if they are exact."""
+    wholes: list[_Whole]
     state_of: list[list[Tensor]]
     """Residual and right factor of each parameter, (numel,) each; the factor is empty if it is not compressed."""
 
@@ -96,19 +152,23 @@ class _Room:
 class PowerSgdReducer:
     """Sums matrices by one step of a power iteration (Vogels, Karimireddy & Jaggi, NeurIPS 2019, algorithms 1 and 2).
 
-    A parameter of two or more dimensions is treated as a matrix, the first dimension of its memory by the others, if
-    its factors are smaller: (rows + columns) * low_rank < rows * columns. All others are summed as they are. A ``sum``
-    of a bucket over p ranks is
+    Parameters are matrices of a rank r by ``LowRank``, or are summed as they are. A ``sum`` of a bucket over p ranks is
 
     1. accumulate: M = gradient + residual, (rows, columns), of this rank;
-    2. left factors: P = M Q, (rows, low_rank), with Q from the last iteration. All P and the uncompressed parameters
-       are summed in one all-reduce; then the columns of each P are made orthonormal;
-    3. right factors: Q = M^T P, (columns, low_rank), summed in a second all-reduce;
+    2. left factors: P = M Q, (rows, r), with Q from the last iteration, its columns made 1 long. All P and the
+       uncompressed parameters are summed in one all-reduce; then the columns of each P are made orthonormal;
+    3. right factors: Q = M^T P, (columns, r), summed in a second all-reduce;
     4. decode: the sum is P Q^T; the residual becomes M - P Q^T / p, so that the sum and all ranks' residuals together
-       equal the ranks' inputs. The next iteration starts from Q, whose scale does not matter there.
+       equal the ranks' inputs. The next iteration starts from Q.
 
     A value that is not finite makes its whole matrix NaN on all ranks, which drop its residual and restart from the
     first Q.
+
+    Factors may be encoded on the wire. Whatever P^ the ranks then have, made orthonormal, and whatever Q^, both are the
+    same bytes on all of them, and the residual of step 4 has what their encodings left out, too, since it is what the
+    ranks' inputs have in excess of P^ Q^T. A parameter that is not compressed has a residual of its own encodings.
+    Factors are sent column by column, and int8 has small blocks, so that a scale is of one column: their lengths are as
+    far apart as singular values. Those of P are about as long as those of Q, since that is 1 long where it multiplies.
 
     Everything is computed in float32. Every rank makes P orthonormal (by Householder QR, where a column of zeros
     becomes a direction to explore, which would stay zero for ever with Gram-Schmidt) and multiplies P Q^T itself from
@@ -119,16 +179,18 @@ class PowerSgdReducer:
     A single rank keeps its gradients as they are.
 
     Args:
-        all_reduce: sums exactly.
+        all_reduce: sums exactly, or with a codec on the wire.
         world_size: number of ranks, p.
-        low_rank: columns of the factors.
+        rule: says which parameters are factored, and at which rank.
+        exact: whether ``all_reduce`` sums exactly.
         seed: seed of the first Q, the same on all ranks.
     """
 
-    def __init__(self, all_reduce: AllReduce, *, world_size: int, low_rank: int, seed: int = 0):
+    def __init__(self, all_reduce: AllReduce, *, world_size: int, rule: LowRank, exact: bool = True, seed: int = 0):
         self._all_reduce = all_reduce
         self._world_size = world_size
-        self._low_rank = low_rank
+        self._rule = rule
+        self._exact = exact
         self._seed = seed
         self._residuals: dict[int, Tensor] = {}  # by number of the flat tensor
         self._rights: dict[int, Tensor] = {}  # by number of the bucket's first flat tensor, as rooms are
@@ -145,23 +207,35 @@ class PowerSgdReducer:
         # 1. and 2.
         for matrix in room.matrices:
             matrix.residual.add_(matrix.in_flats(flats))
-            torch.mm(matrix.residual, matrix.right, out=matrix.left)
-        for place, sent in room.wholes:
-            sent.copy_(place.in_flats(flats))
-        self._all_reduce(room.left)
-        for place, sent in room.wholes:
-            place.in_flats(flats).copy_(sent)
+            lengths = torch.linalg.vector_norm(matrix.right, dim=1, keepdim=True)
+            matrix.right.div_(lengths.clamp_min_(SHORTEST))
+            torch.mm(matrix.right, matrix.residual.t(), out=matrix.left)
+        for whole in room.wholes:
+            torch.add(whole.residual, whole.place.in_flats(flats), out=room.left[whole.sent])
+        if room.lost is None:
+            self._all_reduce(room.left)
+        else:
+            self._all_reduce(room.left, room.lost.zero_())
+        for whole in room.wholes:
+            whole.place.in_flats(flats).copy_(room.left[whole.sent])
+            if room.lost is not None:
+                whole.residual.copy_(room.lost[whole.sent])
         # 3.
+        finite = are_finite([room.left])  # most often, and then nobody need look at each matrix
         for matrix in room.matrices:
-            if are_finite([matrix.left]):
-                matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
-            torch.mm(matrix.residual.t(), matrix.left, out=matrix.right)
+            if finite or are_finite([matrix.left]):
+                matrix.left.copy_(torch.linalg.qr(matrix.left.t()).Q.t())
+            torch.mm(matrix.left, matrix.residual, out=matrix.right)
         self._all_reduce(room.right)
         # 4.
+        finite = are_finite([room.left, room.right])
         for matrix in room.matrices:
             values = matrix.in_flats(flats)
-            if are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
-                values.copy_(matrix.left @ matrix.right.t())
+            if finite or are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
+                if values.dtype == torch.float32:
+                    torch.mm(matrix.left.t(), matrix.right, out=values)
+                else:
+                    values.copy_(matrix.left.t() @ matrix.right)
                 matrix.residual.add_(values, alpha=-1 / self._world_size)
             else:
                 values.fill_(torch.nan)
@@ -172,13 +246,9 @@ class PowerSgdReducer:
                 residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
-        lefts, rights = 0, 0
-        for view in buffer.views:
-            rows, columns = self._shape(view)
-            lefts += rows * self._low_rank if columns else rows
-            rights += columns * self._low_rank
+        sizes = zip(*map(self._sizes, buffer.views), strict=True)
         device = buffer.flats[0].device
-        parts = [torch.empty(numel, dtype=torch.float32, device=device) for numel in (lefts, rights)]
+        parts = [torch.empty(sum(numels), dtype=torch.float32, device=device) for numels in sizes]
         return sum(map(self._all_reduce.wire_bytes, parts))
 
     def state(self, buffer: FlatBuffer) -> list[Tensor]:
@@ -206,8 +276,7 @@ class PowerSgdReducer:
         first = 0
         for bucket in buckets:
             if first in state["rights"]:
-                here = self._low_rank * sum(columns for _, columns in map(self._shape, bucket))
-                check_sizes([state["rights"][first].numel()], [here])
+                check_sizes([state["rights"][first].numel()], [sum(right for _, right in map(self._sizes, bucket))])
             first += len(sizes_of_flats([bucket]))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -215,15 +284,11 @@ class PowerSgdReducer:
         self._rights = {first: right.clone() for first, right in state["rights"].items()}
         self._rooms = {}
 
-    def _shape(self, view: Tensor) -> tuple[int, int]:
-        """Return rows and columns of a parameter's matrix; for one that is not compressed, its numel and 0."""
-        numel = real_numel(view)
-        if view.dim() >= 2 and numel:
-            rows = len(in_memory_order(view))
-            columns = numel // rows
-            if (rows + columns) * self._low_rank < numel:
-                return rows, columns
-        return numel, 0
+    def _sizes(self, parameter: Tensor) -> tuple[int, int]:
+        """Return how many values the first and the second all-reduce have of a parameter like this one."""
+        made = self._rule.matrices(parameter)
+        rights = sum(one.columns * one.rank for one in made)
+        return sum(one.rows * one.rank for one in made) if made else real_numel(parameter), rights
 
     def _room(self, buffer: FlatBuffer) -> _Room:
         """Return the memory for buckets like this one, made once."""
@@ -233,37 +298,49 @@ class PowerSgdReducer:
 
     def _make_room(self, buffer: FlatBuffer) -> _Room:
         """Lay out the tensors for buckets like this one; loaded state is kept."""
-        flats, first, low_rank = buffer.flats, buffer.first, self._low_rank
-        shapes = [self._shape(view) for view in buffer.views]
+        flats, first = buffer.flats, buffer.first
+        made = list(map(self._rule.matrices, buffer.views))
+        of_lefts, of_rights = zip(*map(self._sizes, buffer.views), strict=True)
         # All left factors are in front of what is summed as it is.
-        order = sorted(range(len(shapes)), key=lambda index: not shapes[index][1])
-        of_lefts = [rows * low_rank if columns else rows for rows, columns in shapes]
-        of_rights = [columns * low_rank for _, columns in shapes]
+        order = sorted(range(len(made)), key=lambda index: not made[index])
         left = torch.zeros(sum(of_lefts), dtype=torch.float32, device=flats[0].device)
-        lefts = dict(zip(order, left.split([of_lefts[index] for index in order]), strict=True))
+        stops = itertools.accumulate(of_lefts[index] for index in order)
+        lefts = {index: slice(stop - of_lefts[index], stop) for index, stop in zip(order, stops, strict=True)}
         first_right = self._random(first, sum(of_rights)).to(left.device)
         right = self._rights.setdefault(first, first_right.clone())
         residuals = [
             self._residuals.setdefault(number, torch.zeros_like(as_real(flat), dtype=torch.float32))
             for number, flat in enumerate(flats, first)
         ]
-        room = _Room(residuals, left, right, [], [], [])
-        places = [_Place(flat, slice(start, stop)) for flat, start, stop in places_in_flats([buffer.views])]
-        of_each = zip(shapes, places, right.split(of_rights), first_right.split(of_rights), strict=True)
-        for index, ((rows, columns), place, own_right, own_first) in enumerate(of_each):
-            residual = place.in_flats(residuals)
+        room = _Room(residuals, left, right, [], None if self._exact else torch.empty_like(left), [], [])
+        places = places_in_flats([buffer.views])
+        of_each = zip(made, places, right.split(of_rights), first_right.split(of_rights), strict=True)
+        for index, (matrices, (flat, start, stop), own_right, own_first) in enumerate(of_each):
+            whole = _Place(flat, slice(start, stop))
+            residual = whole.in_flats(residuals)
             room.state_of.append([residual, own_right])
-            if not columns:
-                room.wholes.append((place, lefts[index]))
+            if not matrices:
+                room.wholes.append(_Whole(whole, residual, lefts[index]))
                 continue
-            room.matrices.append(
+            numels = [one.rows * one.columns for one in matrices]
+            starts = itertools.accumulate([start, *numels[:-1]])
+            views = zip(
+                matrices,
+                [_Place(flat, slice(begin, begin + numel)) for begin, numel in zip(starts, numels, strict=True)],
+                left[lefts[index]].split([one.rows * one.rank for one in matrices]),
+                own_right.split([one.columns * one.rank for one in matrices]),
+                own_first.split([one.columns * one.rank for one in matrices]),
+                strict=True,
+            )
+            room.matrices.extend(
                 _Matrix(
                     place=place,
-                    residual=residual.view(rows, columns),
-                    left=lefts[index].view(rows, low_rank),
-                    right=own_right.view(columns, low_rank),
-                    first_right=own_first.view(columns, low_rank),
+                    residual=place.in_flats(residuals).view(one.rows, one.columns),
+                    left=of_left.view(one.rank, one.rows),
+                    right=of_right.view(one.rank, one.columns),
+                    first_right=of_first.view(one.rank, one.columns),
                 )
+                for one, place, of_left, of_right, of_first in views
             )
         return room
 

@@ -67,6 +67,7 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, *, total: int,
     text = (
         f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {workers} "
         f"rank{'s' if workers > 1 else ''} x {config.samples()} samples, {config.describe()}"
+        f"{config.compression.chosen().said_of(model.parameters())}"
     )
     if synchronous := start_iterations(config, total):
         text += f", the first {synchronous} of {total} iterations synchronous"

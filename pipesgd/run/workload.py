@@ -53,8 +53,7 @@ def check_exchange(config: TrainConfig, ranks: Ranks) -> None:
 def _check_blocks(config: TrainConfig) -> None:
     """Raise ``UserInputError`` if blocks of the codec are larger than messages may be at the rate limit."""
     options = config.compression.chosen()
-    if options.codec not in ("topk", "powersgd"):  # which send single values
-        check_block(options.make(), config.wire.rate)
+    check_block(options.make(), config.wire.rate)
 
 
 def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:

@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "low rank, synchronous": {"width": 1, "codec": "powersgd"},
     "low rank, synchronous, clipped": {"width": 1, "codec": PowerSgd(low_rank=1), "clip_norm": 0.5, "seed": 3},
     "low rank": {"codec": PowerSgd(low_rank=2), "seed": 3},
+    "low rank, factors in int8": {"codec": PowerSgd(low_rank=2, factors="int8"), "seed": 3},
     "low rank, clipped": {"codec": "powersgd", "clip_norm": 0.5},
 }
 

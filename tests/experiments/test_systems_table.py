@@ -184,6 +184,18 @@ def test_times_are_medians_and_ratios_are_of_the_same_rounds() -> None:
     assert (ours["hidden_share"], ours["wire_bytes"]) == (pytest.approx(0.1), 1e6)
 
 
+def test_iterations_of_a_synchronous_start_hide_nothing() -> None:
+    before = rows()["d-sync"]
+    assert (before["start_iterations"], before["hidden_s"]) == (0, pytest.approx(0.01))
+    starts = {("mlp", "d-sync"): 2, ("mlp", "ddp"): 1000}
+    found = table.rows_of(TITLES, {("mlp", "1gbit", "75ms"): cell()}, KEYS, CURVES, starts)
+    after = {row["system"]: row for row in found}
+    assert after["d-sync"]["time_to_target_s"] == pytest.approx(before["time_to_target_s"] + 2 * 0.01)
+    reached, one = after["ddp"]["iterations_to_target"], after["ddp"]
+    if reached is not None:
+        assert one["time_to_target_s"] == pytest.approx(reached * (one["iteration_s"] + one["hidden_s"]))
+
+
 def test_the_share_of_the_cores_is_left_out_where_not_all_processes_are_counted() -> None:
     name, of_ddp = "theano-loading", KEYS["ddp"]
     words = SYSTEMS[name].words
@@ -233,7 +245,7 @@ def test_a_crossing_is_interpolated_between_evaluations_or_not_known() -> None:
 def test_no_cell_is_empty_without_a_reason() -> None:
     ratios = {f"times_as_fast_as_{over}{end}" for over in ("ddp", "fp16") for end in ("", "_low", "_high")}
     of_ranks = {"fastest_rank_s", "slowest_rank_s"}
-    timed = {"iteration_s", "iteration_lowest_s", "iteration_highest_s", "wire_bytes"}
+    timed = {"iteration_s", "iteration_lowest_s", "iteration_highest_s", "wire_bytes", "hidden_s"}
     of_trainings = {f"accuracy_{end}" for end in ("mean", "difference", "lowest", "highest")}
     reasons = {
         "not_predicted": {"predicted_s", "predicted_low_s", "predicted_high_s", "prediction_error"},

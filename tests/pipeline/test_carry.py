@@ -80,7 +80,7 @@ def _regrouped(ranks: Ranks, width: int, codec: CodecOptions) -> tuple[Tensor, T
     return gradients, start - model.weight.detach(), residual.view(3, 70)
 
 
-@pytest.mark.parametrize("codec", [codec_named("int4"), codec_named("powersgd", low_rank=1)], ids=str)
+@pytest.mark.parametrize("codec", [codec_named("int4"), codec_named("powersgd", low_rank=1, factors="int8")], ids=str)
 @pytest.mark.parametrize("width", [1, 3])
 def test_nothing_is_lost_where_ranks_connect_anew(width: int, codec: CodecOptions) -> None:
     """Updates, and the mean of what is still left out, are together the mean of the ranks' gradients."""

@@ -24,6 +24,7 @@ CODECS = {
     "topk": codec_named("topk", density=0.01),
     "topk, momentum": codec_named("topk", density=0.01, momentum_correction=0.9),
     "powersgd": codec_named("powersgd", low_rank=2),
+    "powersgd, encoded": codec_named("powersgd", low_rank=2, factors="int8"),
     "int4": codec_named("int4"),
     "sign": codec_named("sign"),
     "ternary": codec_named("ternary", rounding="nearest", error_feedback=True),

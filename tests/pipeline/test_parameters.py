@@ -21,6 +21,7 @@ from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.pipeline.local_steps import LocalSteps
 from pipesgd.ranks import Ranks
+from pipesgd.reducers.low_rank import LowRank
 from pipesgd.reducers.make import check_reducer
 from pipesgd.reducers.powersgd import PowerSgdReducer
 from pipesgd.replicas import weights_sha256
@@ -202,7 +203,7 @@ class Alone:
 
 
 def test_powersgd_begins_with_the_same_factors_on_every_processor() -> None:
-    reducer = PowerSgdReducer(Alone(), world_size=2, low_rank=1, seed=3)
+    reducer = PowerSgdReducer(Alone(), world_size=2, rule=LowRank(1), seed=3)
     buffer = FlatBuffer([torch.zeros(30, 40)])
     buffer.views[0].fill_(torch.nan)  # the next sum starts from the first factors again
     reducer.sum(buffer, 0)

@@ -268,15 +268,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+INTERRUPTED = [("one cycle", 0), ("one cycle", 5), ("set by hand", 0), ("set by hand", 1), ("set by hand", 2)]
+"""Schedules, and the iteration after which a pipeline ends and another one continues from its state."""
+ATTACHED = [("one cycle", 2), ("set by hand", 2), ("set by hand", 3), ("constant", 2)]
+"""Schedules and widths of a loop with DistributedDataParallel."""
+
+
 def _all_doors(ranks: Ranks) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (of, options) in itertools.product(("one cycle", "set by hand", "constant"), OPTIONS.items()):
         found[f"{name}, {of}"] = _by_pipelined(ranks, name, **options)
-    for name, interrupted in itertools.product(("one cycle", "set by hand"), (0, 1, 2, 5)):
+    for name, interrupted in INTERRUPTED:
         found[f"{name}, interrupted in {interrupted}"] = _by_pipelined(ranks, name, interrupted)
-    for name, width in itertools.product(("one cycle", "set by hand", "constant"), (2, 3)):
+    for name, width in ATTACHED:
         found[f"attached, {name}, width {width}"] = _by_attached(ranks, name, width=width)
-        found[f"alike, {name}, width {width}"] = _by_pipelined(ranks, name, width=width)
+    found["set by hand, width 3"] = _by_pipelined(ranks, "set by hand", width=3)
     found["without"] = _by_pipelined(ranks, "constant", updates=Updates(synchronous_start=0))
     found["numbered"] = _by_pipelined(ranks, "one cycle", updates=Updates(synchronous_start=4))
     return found
@@ -309,21 +315,18 @@ def test_a_rate_that_does_not_rise_changes_no_bit(on_ranks: list[dict[str, Any]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interrupted", [0, 1, 2, 5])
-@pytest.mark.parametrize("name", ["one cycle", "set by hand"])
+@pytest.mark.parametrize(("name", "interrupted"), INTERRUPTED)
 def test_a_start_goes_on_where_a_state_is_loaded(on_ranks: list[dict[str, Any]], name: str, interrupted: int) -> None:
     for found in on_ranks:
         assert found[f"{name}, interrupted in {interrupted}"] == found[f"{name}, width 2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [2, 3])
-@pytest.mark.parametrize("name", ["one cycle", "set by hand", "constant"])
+@pytest.mark.parametrize(("name", "width"), ATTACHED)
 def test_the_loop_of_a_ddp_program_has_the_same_start(on_ranks: list[dict[str, Any]], name: str, width: int) -> None:
     """A loop steps with one gradient an iteration, and the pipeline with all others that are due."""
     for found in on_ranks:
-        attached, alike = found[f"attached, {name}, width {width}"], found[f"alike, {name}, width {width}"]
-        assert attached == alike
+        assert found[f"attached, {name}, width {width}"] == found[f"{name}, width {width}"]
 
 
 def _with_rates_of_their_own(ranks: Ranks) -> str:

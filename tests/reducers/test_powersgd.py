@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
-from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import codec_named
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.powersgd import PowerSgdReducer
+from pipesgd.reducers.low_rank import LowRank
+from pipesgd.reducers.powersgd import PowerSgd, PowerSgdReducer
 from pipesgd.replicas import weights_sha256
 from timing_model.schedules import ALL_REDUCES, SCHEDULES
 
@@ -30,21 +30,28 @@ State = dict[str, Any]
 Gradients = list[Tensor]
 """Gradients of all parameters."""
 
-SHAPES = [(12, 10), (7,), (9, 4, 3), (2, 2), (), (0, 5), (5, 40)]
-COMPRESSED = (0, 2, 6)
+SHAPES = [(12, 10), (7,), (9, 4, 3), (2, 2), (), (0, 5), (5, 40), (30, 10)]
+COMPRESSED = (0, 2, 6, 7)
 """Indices of the shapes that are compressed with rank 1 and 2."""
 
 
 def exchanged(
-    gradients: list[list[Gradients]], low_rank: int, states: list[State] | None = None, name: str = "ring"
+    gradients: list[list[Gradients]],
+    low_rank: int,
+    states: list[State] | None = None,
+    name: str = "ring",
+    factors: str = "fp32",
 ) -> tuple[list[Gradients], list[State]]:
     """Return the sums of each iteration, and every rank's state at the end, for ``gradients[iteration][rank]``."""
     world_size = len(gradients[0])
 
     def run(transport: MemoryTransport) -> tuple[list[Gradients], State]:
         schedule = SCHEDULES[name](transport.rank, world_size)
-        all_reduce = ScheduledAllReduce(transport, schedule, Uncompressed(), segment_bytes=64)
-        reducer = PowerSgdReducer(all_reduce, world_size=world_size, low_rank=low_rank, seed=3)
+        codec = PowerSgd(factors=factors).make()
+        all_reduce = ScheduledAllReduce(transport, schedule, codec, segment_bytes=64)
+        reducer = PowerSgdReducer(
+            all_reduce, world_size=world_size, rule=LowRank(low_rank), exact=codec.in_place, seed=3
+        )
         if states is not None:
             reducer.load_state_dict(states[transport.rank])
         sums = []
@@ -130,16 +137,42 @@ def test_a_sum_whose_rank_is_not_above_that_of_the_factors_is_recovered(
     torch.testing.assert_close(sums[0], total_of(gradients, 0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("factors", "name"), [("fp32", "ring"), ("bf16", "ring"), *(("int8", name) for name in SCHEDULES)]
+)
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("low_rank", [1, 2])
-def test_what_has_arrived_and_what_is_kept_is_what_was_put_in(world_size: int, low_rank: int) -> None:
+def test_what_has_arrived_and_what_is_kept_is_what_was_put_in(
+    world_size: int, low_rank: int, factors: str, name: str
+) -> None:
     """They are equal up to float32's rounding, of sums of up to about 100, in 8 iterations."""
     gradients = noise(8, world_size)
-    sums, states = exchanged(gradients, low_rank)
+    sums, states = exchanged(gradients, low_rank, name=name, factors=factors)
     for index, kept in enumerate(residuals(states, SHAPES)):
         arrived = torch.stack([of_iteration[index] for of_iteration in sums]).sum(0)
-        assert (kept.numel() > 0 and bool(kept.abs().max() > 0.1)) == (index in COMPRESSED)
+        if index in COMPRESSED:
+            assert kept.abs().max() > 0.1
+        elif kept.numel():
+            assert bool(kept.any()) == (factors != "fp32")
+            assert kept.abs().max() < 0.1 * arrived.abs().max()
         torch.testing.assert_close(arrived + kept, total_of(gradients, index), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("factors", ["bf16", "int8"])
+def test_little_is_left_out_of_a_sum_whose_rank_is_that_of_encoded_factors(factors: str) -> None:
+    """It is so in all directions, one of which is a hundred times as long as another, after a few iterations.
+
+    Three encodings around a ring leave out about 1 % of a block each. A weak direction may miss some of a gradient.
+    """
+    generator = torch.Generator().manual_seed(1)
+    directions = torch.linalg.qr(torch.randn(300, 4, generator=generator)).Q
+    lengths = torch.tensor([100.0, 30.0, 10.0, 1.0])
+    of_ranks = [[directions * lengths @ torch.randn(4, 200, generator=generator)] for _ in range(3)]
+    _, states = exchanged([of_ranks] * 8, 4, factors=factors)
+    total, [kept] = total_of([of_ranks], 0), residuals(states, [(300, 200)])
+    assert kept.norm() < 0.05 * total.norm()
+    for direction in directions.t():
+        assert (direction @ kept).norm() < 0.5 * (direction @ total).norm()
 
 
 def power_sgd(gradients: list[list[Tensor]], first: Tensor) -> list[Tensor]:
@@ -171,7 +204,7 @@ def test_it_is_the_algorithm_of_the_paper(low_rank: int) -> None:
     for state in states:
         state["residuals"][0].zero_()
     sums, _ = exchanged(gradients[1:], low_rank, states)
-    means = power_sgd([[one for (one,) in row] for row in gradients[1:]], states[0]["rights"][0].view(20, low_rank))
+    means = power_sgd([[one for (one,) in row] for row in gradients[1:]], states[0]["rights"][0].view(low_rank, 20).t())
     for (ours,), mean in zip(sums, means, strict=True):
         torch.testing.assert_close(ours / 3, mean.float(), rtol=1e-3, atol=1e-3)
 
@@ -211,7 +244,7 @@ def test_a_residual_that_overflows_does_not_stay() -> None:
     def with_two_that_have_the_opposite(flat: Tensor) -> None:
         flat.neg_()
 
-    reducer = PowerSgdReducer(with_two_that_have_the_opposite, world_size=3, low_rank=1)
+    reducer = PowerSgdReducer(with_two_that_have_the_opposite, world_size=3, rule=LowRank(1))
     buffer = FlatBuffer([torch.zeros(30, 20)])
     buffer.views[0][4, 2] = 3e38
     reducer.sum(buffer, 0)
@@ -234,16 +267,21 @@ def test_a_state_continues_bit_for_bit() -> None:
     assert all(torch.equal(*pair) for pair in zip(exchanged(gradients, 2, start)[0][0], whole[0], strict=True))
 
 
-def _in_a_pipeline(ranks: Ranks) -> dict[str, tuple[list[str], str]]:
-    """Return, for each all-reduce, hashes of the weights after every iteration, and the last one of a resumed run."""
+WAYS = [*((name, "fp32", 1) for name in ALL_REDUCES), ("ring", "bf16", 1), ("ring", "int8", 2)]
+"""All-reduce, codec of the factors, and number of buckets."""
+
+
+def _in_a_pipeline(ranks: Ranks) -> dict[tuple[str, str, int], tuple[list[str], str]]:
+    """Return, for each way, hashes of the weights after every iteration, and the last one of a resumed run."""
     ranks.local_world_size, ranks.local_rank = 2, ranks.rank % 2
 
-    def build(all_reduce: str) -> tuple[nn.Module, Pipelined]:
+    def build(all_reduce: str, factors: str, buckets: int) -> tuple[nn.Module, Pipelined]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        codec = codec_named("powersgd", low_rank=2)
-        options: dict[str, Any] = {"width": 2, "prediction": "none", "codec": codec, "all_reduce": all_reduce}
+        codec = codec_named("powersgd", low_rank=2, factors=factors)
+        options: dict[str, Any] = {"width": 2, "prediction": "none", "codec": codec, "buckets": buckets}
+        options["all_reduce"] = all_reduce
         return model, Pipelined(model, optimizer, ranks=ranks, **sections(**options))
 
     def run(model: nn.Module, pipeline: Pipelined, first: int, last: int) -> list[str]:
@@ -256,15 +294,15 @@ def _in_a_pipeline(ranks: Ranks) -> dict[str, tuple[list[str], str]]:
         return hashes
 
     outcomes = {}
-    for all_reduce in ALL_REDUCES:
-        model, pipeline = build(all_reduce)
+    for way in WAYS:
+        model, pipeline = build(*way)
         hashes = run(model, pipeline, 0, 4)
         weights, state = {name: value.clone() for name, value in model.state_dict().items()}, pipeline.state_dict()
         hashes += run(model, pipeline, 4, 8)
         pipeline.flush()
         hashes.append(weights_sha256(model))
 
-        other, resumed = build(all_reduce)
+        other, resumed = build(*way)
         run(other, resumed, 0, 2)  # something else is in flight when the state is loaded
         other.load_state_dict(weights)
         resumed.load_state_dict(state)
@@ -272,14 +310,14 @@ def _in_a_pipeline(ranks: Ranks) -> dict[str, tuple[list[str], str]]:
         resumed.flush()
         for one in (pipeline, resumed):
             one.close()
-        outcomes[all_reduce] = (hashes, weights_sha256(other))
+        outcomes[way] = (hashes, weights_sha256(other))
     return outcomes
 
 
 def test_in_a_pipeline_replicas_are_identical_and_a_resumed_run_is_the_uninterrupted_one() -> None:
     results = run_ranks(4, _in_a_pipeline)
     assert results[0] == results[1] == results[2] == results[3]
-    assert results[0].keys() == set(ALL_REDUCES)
+    assert results[0].keys() == set(WAYS)
     for hashes, resumed in results[0].values():
         assert len(set(hashes)) == 9, "every iteration but the first one changes them, and so does the flush"
         assert resumed == hashes[-1]

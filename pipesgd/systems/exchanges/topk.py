@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.checks import refuse
+from pipesgd.codecs.base import Codec
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import UserInputError
@@ -65,7 +66,7 @@ class TopK(GradientCodec):
             if numel > torch.iinfo(torch.int32).max:
                 raise UserInputError(f"parameters must be at most 2**31 - 1 with --codec topk; got {numel}")
 
-    def reducer(self, connections: Connections, *, seed: int) -> TopKReducer:
+    def reducer(self, connections: Connections, codec: Codec, *, seed: int) -> TopKReducer:
         ranks = connections.ranks
         return self.sums(connections.all_gather(), rank=ranks.rank, world_size=ranks.world_size)
 
