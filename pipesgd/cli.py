@@ -130,11 +130,11 @@ def _in_words(defaults: Config, given: Collection[str]) -> type[Any]:
     """
     fields = []
     for name, default in vars(defaults).items():
-        types = types_in_words(type(default))
-        items = [copy.copy(item) for item in dataclasses.fields(default) if dashed(item.name) in given]
+        kind: Any = type(default)
+        items = [copy.copy(item) for item in dataclasses.fields(kind) if dashed(item.name) in given]
         if items:
-            options = [(item.name, types[item.name], item) for item in items]
-            section = dataclasses.make_dataclass(type(default).__name__, options, kw_only=True)
+            options = [(item.name, types_in_words(kind)[item.name], item) for item in items]
+            section = dataclasses.make_dataclass(kind.__name__, options, kw_only=True)
             fields.append((name, section, dataclasses.field(default_factory=section)))
     return dataclasses.make_dataclass(type(defaults).__name__, fields)
 

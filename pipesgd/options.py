@@ -135,7 +135,8 @@ def check_words(argv: Sequence[str], sections: Sequence[Any], *, or_auto: Sequen
     """
     hints: dict[str, Any] = {}
     for section in sections:
-        types = types_in_words(type(section))
+        kind: Any = type(section)
+        types = types_in_words(kind)
         hints |= {dashed(item.name): types[item.name] for item in dataclasses.fields(section)}
     name, words = "", list[str]()
     for argument in [*argv, "--"]:
