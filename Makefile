@@ -38,7 +38,7 @@ check: lint
 test-systems: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier systems
 
-# Jobs as torchrun starts them, measurements, emulated clusters, pages and the packages.
+# Jobs as torchrun starts them, measurements, long simulations, emulated clusters, pages and packages.
 test-processes: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier processes
 

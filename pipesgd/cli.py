@@ -101,32 +101,41 @@ def parse_as(kind: type[C], command: str, argv: Sequence[str]) -> C:
         if name in argv:
             raise HelpRequested(_help(kind, command, everything=everything))
     check_words(argv, sections_of(defaults), or_auto=AUTO_OPTIONS)
+    given = {dashed(argument[2:].partition("=")[0]) for argument in argv if argument.startswith("--")}
     out, err = io.StringIO(), io.StringIO()
     try:
         # tyro prints a box and exits, which every rank would do. Rank 0 should print one line instead.
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             read = tyro.cli(
-                _in_words(defaults),
+                _in_words(defaults, given),
                 args=argv,
                 prog=_program(command),
                 config=TYRO,
             )
     except SystemExit:
         raise UserInputError(_one_line(err.getvalue() or out.getvalue())) from None
-    sections = {name: type(section)(**vars(getattr(read, name))) for name, section in vars(defaults).items()}
+    sections = {
+        name: type(section)(**vars(getattr(read, name))) if hasattr(read, name) else section
+        for name, section in vars(defaults).items()
+    }
     config = kind(**sections)
     _check_digits(argv, config)
     return config
 
 
-def _in_words(defaults: Config) -> type[Any]:
-    """Return a dataclass like that of ``defaults`` whose sections hold only what words can give, unchecked."""
+def _in_words(defaults: Config, given: Collection[str]) -> type[Any]:
+    """Return a dataclass like that of ``defaults`` whose sections hold the options ``given``, with unchecked types.
+
+    Those that are not given keep their defaults: tyro would take most of the time of parsing to look at them.
+    """
     fields = []
     for name, default in vars(defaults).items():
-        types = types_in_words(type(default))
-        options = [(item.name, types[item.name], item) for item in map(copy.copy, dataclasses.fields(default))]
-        section = dataclasses.make_dataclass(type(default).__name__, options, kw_only=True)
-        fields.append((name, section, dataclasses.field(default_factory=section)))
+        kind: Any = type(default)
+        items = [copy.copy(item) for item in dataclasses.fields(kind) if dashed(item.name) in given]
+        if items:
+            options = [(item.name, types_in_words(kind)[item.name], item) for item in items]
+            section = dataclasses.make_dataclass(kind.__name__, options, kw_only=True)
+            fields.append((name, section, dataclasses.field(default_factory=section)))
     return dataclasses.make_dataclass(type(defaults).__name__, fields)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,7 @@ def _declared(section: Any) -> Iterator[tuple[dataclasses.Field[Any], Mapping[st
             yield item, item.metadata, getattr(section, item.name)
 
 
+@functools.cache
 def types_in_words(section: type) -> dict[str, Any]:
     """Return the type of each field of the dataclass ``section`` that the words of a command line can give it.
 
@@ -133,7 +135,8 @@ def check_words(argv: Sequence[str], sections: Sequence[Any], *, or_auto: Sequen
     """
     hints: dict[str, Any] = {}
     for section in sections:
-        types = types_in_words(type(section))
+        kind: Any = type(section)
+        types = types_in_words(kind)
         hints |= {dashed(item.name): types[item.name] for item in dataclasses.fields(section)}
     name, words = "", list[str]()
     for argument in [*argv, "--"]:

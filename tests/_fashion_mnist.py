@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from pipesgd.data import ShardedBatches, build_model, load_dataset
+from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
 from pipesgd.data.datasets import DEBIAN_FASHION_MNIST
 
 PART = Path(__file__).resolve().parent / "data" / "fashion-mnist"
 FASHION_MNIST = DEBIAN_FASHION_MNIST if DEBIAN_FASHION_MNIST.is_dir() else PART
 
 
+@functools.cache
+def _fashion_mnist() -> DataSplits:
+    return load_dataset("fashion-mnist", PART, image_size=28)
+
+
 def fashion_mnist_batches(
     rank: int, world_size: int, iterations: int, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    data = load_dataset("fashion-mnist", PART, image_size=28)
+    data = _fashion_mnist()
     shards = ShardedBatches(data.train, batch_size=32, rank=rank, world_size=world_size, seed=1)
     first = itertools.islice(shards.from_iteration(0), iterations)
     return [(images.to(dtype), labels) for images, labels in first]

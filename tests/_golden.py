@@ -83,13 +83,28 @@ def trajectory(golden: Golden, folder: Path) -> dict[str, Any]:
 
 def trajectories() -> dict[str, dict[str, Any]]:
     """Run every configuration and return the trajectories by name."""
-    importlib.import_module("_warm")
+    _import_and_compile_once()
     found = {}
     for name, golden in CONFIGURATIONS.items():
         with tempfile.TemporaryDirectory() as folder:
             found[name] = trajectory(golden, Path(folder))
-    gc.unfreeze()  # what _warm has frozen for the forks, so that this process can end in good order
+    gc.unfreeze()  # so that this process can end in good order
     return found
+
+
+def _import_and_compile_once() -> None:
+    """Do here what every forked rank would otherwise do for itself, and no more."""
+    from experiments.forked_ranks import import_all
+    from pipesgd.cli import parse
+    from pipesgd.codecs.options import codec_named
+    from pipesgd.reducers.make import compile_loops
+
+    import_all()
+    importlib.import_module("sklearn.datasets")
+    parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
+    for codec in ("int8", "int4", "bf16"):
+        compile_loops(codec_named(codec).make("cpu"), "cpu")
+    gc.freeze()  # a rank that collects garbage would copy all of this
 
 
 def main() -> None:

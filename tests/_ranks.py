@@ -137,10 +137,14 @@ def _session_main(*arguments: Any) -> None:
     _module_main(*arguments)
 
 
-def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float = 120.0) -> str:
+def run_as_ranks(
+    world_size: int, program: Path, folder: Path, deadline: float = 120.0, *, imports_again: bool = True
+) -> str:
     """Run a program in ``folder`` on ranks with torchrun's environment, in processes that need not import torch first.
 
     Returns what they have printed. A rank that has not ended 5 s before the deadline prints where its threads are.
+    Each imports this package again, so that a module that the program forgets to import is missing, unless
+    ``imports_again`` is false.
 
     Raises:
         RankFailed: a rank failed, or did not end within the deadline.
@@ -150,7 +154,7 @@ def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float =
         processes = []
         for rank in range(world_size):
             environment = {**os.environ, **rank_environment(rank, world_size, store.port, attempt=0)}
-            arguments = (program, folder, environment, printed, deadline)
+            arguments = (program, folder, environment, printed, deadline, imports_again)
             process = FORKS.Process(target=_rank_of_program_main, args=arguments)
             process.start()
             processes.append(process)
@@ -170,11 +174,11 @@ def run_as_ranks(world_size: int, program: Path, folder: Path, deadline: float =
 
 
 def _rank_of_program_main(
-    program: Path, folder: Path, environment: Mapping[str, str], printed: str, deadline: float
+    program: Path, folder: Path, environment: Mapping[str, str], printed: str, deadline: float, imports_again: bool
 ) -> None:
     faulthandler.dump_traceback_later(deadline - 5.0, file=sys.__stderr__)
-    for name in list(sys.modules):  # imported again, so that a module that the program forgets to import is missing
-        if name.partition(".")[0] in ("pipesgd", "timing_model"):
+    for name in list(sys.modules):
+        if imports_again and name.partition(".")[0] in ("pipesgd", "timing_model"):
             del sys.modules[name]
     sys.path.insert(0, str(program.parent))
     _module_main(program.stem, (), folder, environment, printed)

@@ -10,6 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
+
 TESTS = Path(__file__).resolve().parent
 # The fork server's path begins with the folder that pytest was started in, the repository. It comes last, as in
 # conftest.py: ranks are forked with what is imported here, and CI tests the installed wheel.
@@ -49,12 +51,22 @@ def _in_huge_pages() -> None:
             madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_COLLAPSE)
 
 
+def _compile_once() -> None:
+    """Compile a model and a step: the first time takes torch two seconds, which a rank that is forked later saves."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.compile(model, backend="aot_eager")(torch.ones(1, 2)).sum().backward()
+    torch.compile(optimizer.step, backend="eager")()
+    torch.compiler.reset()
+
+
 gc.disable()  # imports and numba make hundreds of thousands of objects, none of them garbage
 import_all()
 for name in IMPORTS:
     importlib.import_module(name)
 held()  # looks for what cases may change
 parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
+_compile_once()
 # On a machine without compiled loops, two processes of tests meet in the middle: each keeps them on disk for the other.
 backwards = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
 for codec in DENSE_CODECS[::-1] if backwards else DENSE_CODECS:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from _ranks import run_module
 
 import pipesgd.accelerate
 from pipesgd.checks import check_left_out, check_version
@@ -14,10 +16,6 @@ from pipesgd.errors import UserInputError
 from pipesgd.sections import Updates, Windows
 
 OPTIONAL = ("pytorch_lightning", "lightning", "accelerate", "transformers", "datasets", "matplotlib")
-
-
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +37,16 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 @pytest.mark.slow
-def test_a_door_into_an_absent_package_says_how_to_install_it(absence: str, door: str, message: str) -> None:
-    done = run(f"{absence}; import pipesgd.{door}")
+def test_a_door_into_an_absent_package_says_how_to_install_it(
+    absence: str, door: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "enters.py").write_text(f"{absence}; import pipesgd.{door}", encoding="utf-8")
+    done = run_module("enters", folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"pipesgd.errors.UserInputError: {message}"
 
 
-@pytest.mark.parametrize(("value", "shown"), [(True, "True"), (0, "0"), ("fp16", "fp16"), (run, "function")])
+@pytest.mark.parametrize(("value", "shown"), [(True, "True"), (0, "0"), ("fp16", "fp16"), (run_module, "function")])
 def test_what_a_loop_has_itself_is_refused_in_one_line(value: object, shown: str) -> None:
     in_the_loop = {"scaler": "the loop has its own", "clip_norm": "the loop clips"}
     check_left_out({"scaler": None, "clip_norm": False, "width": value}, in_the_loop)
@@ -75,5 +76,6 @@ def test_a_package_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.Mo
 def test_no_optional_package_is_imported_unless_it_is_used() -> None:
     names = "Pipelined, pipesgd.CodecOptions, pipesgd.ddp, pipesgd.backend, pipesgd.accelerate"
     modules = "import sys, pipesgd, pipesgd.ddp, pipesgd.backend, pipesgd.accelerate"
-    done = run(f"{modules}; pipesgd.{names}; print([name for name in {OPTIONAL} if name in sys.modules])")
+    program = f"{modules}; pipesgd.{names}; print([name for name in {OPTIONAL} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[]\n", done.stderr

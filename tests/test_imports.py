@@ -147,11 +147,26 @@ def test_every_guest_is_there() -> None:
         assert callable(guest(name)), name
 
 
+STAGES = ("import pipesgd", "import torch", "from pipesgd import *; import pipesgd.ddp, pipesgd.backend")
+STAGES += ("import pipesgd.train",)
+"""Imports of a new process, one after another."""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """Return the modules that each of ``STAGES`` loads after those before it."""
+    program = ["import sys; had = set(sys.modules)"]
+    program += [f"{stage}; print(*set(sys.modules) - had); had = set(sys.modules)" for stage in STAGES]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, timeout=60, check=True
+    )
+    return {stage: set(line.split()) for stage, line in zip(STAGES, done.stdout.splitlines(), strict=True)}
+
+
 @pytest.mark.slow
-def test_a_run_imports_no_system_that_it_does_not_name() -> None:
-    program = "import sys, pipesgd, pipesgd.train; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert not [name for name in done.stdout.split() if name.startswith("pipesgd.systems")]
+def test_a_run_imports_no_system_that_it_does_not_name(loaded: dict[str, set[str]]) -> None:
+    assert "pipesgd.train" in loaded[STAGES[3]]
+    assert not [name for of_stage in loaded.values() for name in of_stage if name.startswith("pipesgd.systems")]
 
 
 WIRE_HALF = ("pipeline.flight", "pipeline.in_flight")
@@ -248,17 +263,14 @@ def test_the_public_names_are_those_that_python_shows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("statement", ["from pipesgd import *", "import pipesgd.ddp, pipesgd.backend"])
-def test_importing_pipesgd_imports_no_other_package(statement: str) -> None:
+def test_importing_pipesgd_imports_no_other_package(loaded: dict[str, set[str]]) -> None:
     """torch's compiler, tyro and numba take from a tenth of a second to more than one: they wait for a first use."""
-    program = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    packages = {room(module) for module in done.stdout.split()}
+    packages = {room(module) for module in loaded[STAGES[0]] | loaded[STAGES[2]]}
+    packages -= {room(module) for module in loaded[STAGES[1]]}
     assert packages - sys.stdlib_module_names == {"pipesgd", "timing_model"}
 
 
 @pytest.mark.slow
-def test_importing_the_package_alone_does_not_import_torch() -> None:
-    program = "import sys, pipesgd; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "False\n"
+def test_importing_the_package_alone_does_not_import_torch(loaded: dict[str, set[str]]) -> None:
+    assert "pipesgd" in loaded[STAGES[0]]
+    assert "torch" not in loaded[STAGES[0]]

@@ -80,6 +80,20 @@ def _shards_a_tensor(ranks: Ranks, groups: int) -> int:
     return os.getpid()
 
 
+class OwnStep(torch.optim.SGD):
+    """An optimizer whose step torch wraps when the first one is made."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+def _makes_an_optimizer_of_its_own(ranks: Ranks) -> tuple[int, bool]:
+    wrapped = hasattr(OwnStep.step, "hooked")
+    OwnStep([torch.nn.Parameter(torch.ones(1))])
+    assert hasattr(OwnStep.step, "hooked")
+    return os.getpid(), wrapped
+
+
 def _fails_alone(ranks: Ranks) -> None:
     assert ranks.rank == 0
 
@@ -100,6 +114,12 @@ def _leaves_a_file_open(ranks: Ranks) -> int:
 def test_a_process_that_a_case_has_changed_ends_with_it(case: object) -> None:
     [changed] = run_ranks(1, case)
     assert run_ranks(1, _what_it_is)[0][0] != changed
+
+
+def test_a_step_that_torch_has_wrapped_is_what_it_was() -> None:
+    [(first, wrapped)] = run_ranks(1, _makes_an_optimizer_of_its_own)
+    assert not wrapped
+    assert run_ranks(1, _makes_an_optimizer_of_its_own) == [(first, True)]
 
 
 def test_no_process_that_has_used_a_mesh_meets_groups_of_other_names() -> None:

@@ -241,7 +241,8 @@ def test_one_ring_serves_buffers_of_many_sizes_and_dtypes() -> None:
 # --- Over gloo --------------------------------------------------------------------------------------------------------
 
 
-def _beside_torch(ranks: Ranks, sizes: tuple[int, ...], number: int) -> list[tuple[str, bool, bool]]:
+def _beside_torch(ranks: Ranks, number: int) -> list[tuple[str, bool, bool]]:
+    """Sum buffers of every other size with each all-reduce, those in between with one rank more or less."""
     ranks.local_world_size = 2 if ranks.world_size % 2 == 0 else ranks.world_size
     ranks.local_rank = ranks.rank % ranks.local_world_size
     outcomes = []
@@ -249,7 +250,7 @@ def _beside_torch(ranks: Ranks, sizes: tuple[int, ...], number: int) -> list[tup
         extra = {} if name == "native" else {"segment_bytes": 1024, "connections": number}
         connections = Connections(name, ranks, timeout=ranks.timeout, **extra)
         all_reduce = connections.all_reduce()
-        for number, numel in enumerate(sizes, start=shift):
+        for number, numel in list(enumerate(AWKWARD_SIZES, start=shift))[shift % 2 :: 2]:
             dtype = DTYPES[number % len(DTYPES)]
             ours, reference = integers(numel, ranks.rank, dtype), integers(numel, ranks.rank, dtype)
             before = 0 if name == "native" else connections.transport.bytes_sent
@@ -262,8 +263,8 @@ def _beside_torch(ranks: Ranks, sizes: tuple[int, ...], number: int) -> list[tup
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_over_gloo_they_equal_torchs_all_reduce(world_size: int) -> None:
-    for outcomes in run_ranks(world_size, _beside_torch, AWKWARD_SIZES, 1 + world_size % 3):
-        assert len(outcomes) == len(ALL_REDUCES) * len(AWKWARD_SIZES)
+    for outcomes in run_ranks(world_size, _beside_torch, 1 + world_size % 3):
+        assert len(outcomes) >= len(ALL_REDUCES) * (len(AWKWARD_SIZES) // 2)
         assert [outcome for outcome in outcomes if not all(outcome[1:])] == []
 
 

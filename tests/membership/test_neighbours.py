@@ -39,7 +39,7 @@ def said_by_ranks(program: str, folder: Path, world_size: int = 3) -> str:
     path = folder / "program.py"
     path.write_text(textwrap.dedent(program), encoding="utf-8")
     with pytest.raises(RankFailed) as caught:
-        run_as_ranks(world_size, path, folder, deadline=FAR_BEFORE_THE_TIMEOUT)
+        run_as_ranks(world_size, path, folder, deadline=FAR_BEFORE_THE_TIMEOUT, imports_again=False)
     return str(caught.value)
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_ends_well_says_nothing_of_it(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     text = program.format(owner="pipesgd.ranks", path="Ranks.leave", victim=0, more="")  # after the others
     path.write_text(textwrap.dedent(text), encoding="utf-8")
-    said = run_as_ranks(3, path, tmp_path)
+    said = run_as_ranks(3, path, tmp_path, imports_again=False)
     assert "accuracy" in said
     assert "error" not in said
     assert "warning" not in said

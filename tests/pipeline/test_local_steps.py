@@ -780,7 +780,7 @@ def _one_rank_fails(ranks: Ranks) -> tuple[str, str, bool]:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_in_a_window_ends_all_and_says_what_is_dropped() -> None:
-    (other, said_0, true_0), (own, said_1, true_1) = run_ranks(2, _one_rank_fails)
+    (other, said_0, true_0), (own, said_1, true_1) = run_ranks(2, _one_rank_fails, timeout=5.0)
     assert own == (
         "NonFiniteGradientError: this rank's own gradient of iteration 2 holds a NaN or an infinity: look at the data "
         "there, lower --lr, or leave such gradients out with --on-nonfinite skip"
