@@ -37,7 +37,6 @@ def test_ratios_are_of_times_of_the_same_rounds() -> None:
 
 
 def _loops(ranks: Ranks) -> dict[str, list[bool]]:
-    ranks.start_process_group("cpu", ranks.timeout)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 10))
     batch = torch.ones(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64)
