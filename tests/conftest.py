@@ -81,7 +81,7 @@ def evenly(number: int, among: int) -> set[int]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the sampled tests, leave the other cases to the exhaustive tier, which has nothing else."""
+    """Leave the other cases of sampled tests to the exhaustive tier, which has nothing else."""
     tier = config.getoption("--tier")
     if not tier:
         return
