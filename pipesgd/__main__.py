@@ -17,7 +17,12 @@ from pipesgd.process import answer
 PROGRAM = "pipesgd"
 SUBCOMMANDS = dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:main")
 """Function of each subcommand, as module:function. It takes the arguments and the program's name."""
+PLAN_OF_PROGRAM = "pipesgd.observe.plan:main"
+"""Function of ``plan --from``."""
 HELP = """  pipesgd plan       best strategy, width, codec, all-reduce and islands for a job, and why
+  pipesgd plan --from train.py [options of plan] [--link DATA ...] -- [arguments of train.py]
+                     the same for a program as it is, which runs for some iterations here; --link shows it files
+                     of this folder that it reads
   pipesgd predict    time of an iteration, an epoch and the job, and what limits it
   pipesgd simulate   the iterations one by one, with jitter and slow ranks
 
@@ -39,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserInputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    module, _, function = SUBCOMMANDS[argv[0]].partition(":")
+    of_program = argv[0] == "plan" and any(word.partition("=")[0] == "--from" for word in argv)
+    module, _, function = (PLAN_OF_PROGRAM if of_program else SUBCOMMANDS[argv[0]]).partition(":")
     code: int = getattr(importlib.import_module(module), function)(argv, program=PROGRAM)
     return code
 

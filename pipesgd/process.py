@@ -107,6 +107,19 @@ def launched() -> Launched:
     )
 
 
+def variables_of_first(world_size: int) -> dict[str, str]:
+    """Return what torchrun would set for rank 0 of this many ranks on machines of their own."""
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+        **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "plan",
+    }
+
+
 def local_rank() -> int:
     """Return this rank's number among those on its machine, 0 if it is not set; ``ValueError`` if it cannot be."""
     if "LOCAL_WORLD_SIZE" not in os.environ:

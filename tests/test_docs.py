@@ -103,6 +103,7 @@ ELSEWHERE = {
     *("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "max-restarts"),  # torchrun's
     *("rdzv-backend", "rdzv-conf", "rdzv-endpoint", "local-addr", "signals-to-handle"),
     *("nodes", "rate", "loss", "slow-node", "only", "quick", "finished"),  # of experiments
+    *("from", "link"),  # of plan, for a program
     *("help", "help-all", "config", "logdir"),  # of all; TensorBoard's
 }
 

@@ -47,11 +47,12 @@ FLOORS = [
         "lightning",
         "accelerate",
         "transformers",
+        "observe",
     },
 ]
 """Rooms of pipesgd/, from the lowest floor up: each imports from its own floor and those below, never in a circle."""
 
-MAY_NAME_THE_TIMING_MODEL = {"calibration", "planning"}
+MAY_NAME_THE_TIMING_MODEL = {"calibration", "planning", "observe"}
 """Rooms that measure for the timing model, or leave decisions to it. The others import only ``ALL_MAY_NAME`` of it."""
 
 _DEFINITIONS = ("schedules", "own_schedules", "buckets", "units")
@@ -71,6 +72,7 @@ MAY_NAME_TORCH_DISTRIBUTED = {
     "baselines.ddp",
     "ddp.attached",
     "ddp.local_steps",
+    "observe.program",
     "ddp.compressed",
     "ddp.hook",
     "backend",

@@ -27,6 +27,8 @@ from timing_model.units import format_seconds, parse_bandwidth, parse_count, par
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
+MOST_PARAMETERS = 1e13
+"""Most parameters of a model."""
 NOTHING = Calibrated.nothing()
 CONFIGURATION = ("strategy", "width", "local_steps", "codec", "all_reduce", "segment_bytes", "buckets")
 """Fields of a ``Job`` that a plan searches, but for local steps."""
@@ -66,6 +68,8 @@ class Model:
     """Model of the profile, or a known size."""
     parameters: float | None = option(None, parse_count, "61.1M")
     """Number of parameters."""
+    tensors: Sequence[int] | None = option(None, whole(), "N", several=True)
+    """Values of each parameter, in the order of the forward pass, in place of --parameters."""
     compute: float | None = option(None, parse_seconds, "0.3s")
     """Time of a forward and a backward pass."""
     update: float | None = option(None, parse_seconds, "5ms")
@@ -205,6 +209,8 @@ def _compute(given: Namespace, cluster: Profile) -> ComputeProfile:
     for name in ("update", "parameters"):
         if getattr(given, name) is not None:
             raise ValueError(f"{name} must be left out without --compute; got {getattr(given, name):g}")
+    if given.tensors is not None:
+        raise ValueError(f"tensors must be left out without --compute; got {len(given.tensors)} of them")
     if not cluster.compute:
         raise ValueError("compute must be given: the time of a forward and a backward pass; got none")
     if given.model is None:
@@ -214,6 +220,8 @@ def _compute(given: Namespace, cluster: Profile) -> ComputeProfile:
 
 
 def _by_hand(given: Namespace) -> ComputeProfile:
+    if given.tensors is not None:
+        return _changed(given, _of_tensors(given))
     if given.parameters is None and given.model is None:
         raise ValueError("parameters must be given with --compute, or --model; got none")
     if given.parameters is None:
@@ -221,7 +229,7 @@ def _by_hand(given: Namespace) -> ComputeProfile:
     elif given.model in MODELS:
         raise ValueError(f"parameters must be left out with --model {given.model}; got {given.parameters:g}")
     parameters = round(MODELS[given.model] if given.parameters is None else given.parameters)
-    if not 1 <= parameters <= 1e13:
+    if not 1 <= parameters <= MOST_PARAMETERS:
         raise ValueError(f"parameters must be from 1 to 1e13; got {parameters}")
     compute = computation_of(
         given.model or "given",
@@ -231,6 +239,22 @@ def _by_hand(given: Namespace) -> ComputeProfile:
         update=given.update or 0.0,
     )
     return _changed(given, compute)
+
+
+def _of_tensors(given: Namespace) -> ComputeProfile:
+    if given.parameters is not None:
+        raise ValueError(f"parameters must be left out with --tensors; got {given.parameters:g}")
+    if given.model in MODELS:
+        raise ValueError(f"tensors must be left out with --model {given.model}; got {len(given.tensors)} of them")
+    if sum(given.tensors) > MOST_PARAMETERS:
+        raise ValueError(f"tensors must have 1e13 values at most; got {sum(given.tensors)}")
+    return ComputeProfile.exact(
+        model=given.model or "given",
+        batch_size=given.batch_size or 0,
+        tensors=tuple(given.tensors),
+        compute=given.compute,
+        update=given.update or 0.0,
+    )
 
 
 def computation_of(

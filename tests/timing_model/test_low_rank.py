@@ -78,7 +78,10 @@ def test_a_job_is_simulated_with_them() -> None:
             {"parts": (Parts(tensors=(0,), nbytes=8.0, messages=1, work=0.0),)},
             "parts must be left out with codec powersgd, whose factors are those of all gradients; got 1",
         ),
-        ({"members": 2, "split": "fsdp2"}, "members must be 1 with codec powersgd, with which islands are not modelled; got 2"),
+        (
+            {"members": 2, "split": "fsdp2"},
+            "members must be 1 with codec powersgd, with which islands are not modelled; got 2",
+        ),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
