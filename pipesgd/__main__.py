@@ -17,14 +17,16 @@ from pipesgd.process import answer
 PROGRAM = "pipesgd"
 SUBCOMMANDS = dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:main")
 """Function of each subcommand, as module:function. It takes the arguments and the program's name."""
-HELP = """  pipesgd plan       best strategy, width, codec, all-reduce and islands for a job, and why
-  pipesgd predict    time of an iteration, an epoch and the job, and what limits it
+HELP = """  pipesgd plan       best strategy, width and codec for a job, and why
+  pipesgd predict    time of an iteration, an epoch and the job, and its limit
   pipesgd simulate   the iterations one by one, with jitter and slow ranks
 
-  torchrun [options of torchrun] -m pipesgd.train       trains a model on several ranks
-  torchrun [options of torchrun] -m pipesgd.calibrate   measures a cluster, for the questions above
+  torchrun ... -m pipesgd.train       trains a model on several ranks
+  torchrun ... -m pipesgd.calibrate   measures a cluster for the questions above
+  python -m pipesgd.launch ...        torchrun's options, in fewer words
 
-Each explains its options with --help. timing-model is another name of pipesgd with the same subcommands."""
+Each explains its options with --help. timing-model is another name of pipesgd
+with the same subcommands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

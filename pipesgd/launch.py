@@ -26,9 +26,10 @@ from pipesgd.process import say
 
 HELP = """Start the ranks of one machine, as torchrun does and with its options.
 
-Run the same command on every machine, with its own --node-rank. It exits with the code of the rank that failed first:
-2 if its input was wrong, 1 if it failed, 130 after Ctrl-C, 143 after SIGTERM, 137 after SIGKILL. LOGLEVEL=INFO shows
-what torch's agent logs."""
+Run the same command on every machine, with its own --node-rank. It exits with
+the code of the rank that failed first: 2 if its input was wrong, 1 if it
+failed, 130 after Ctrl-C, 143 after SIGTERM, 137 after SIGKILL. LOGLEVEL=INFO
+shows what torch's agent logs."""
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 PORT = 29500
@@ -122,13 +123,15 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         names = [name for action in parser._actions for name in action.option_strings]
         near = did_you_mean(unknown[1], names) if unknown else ""
-        said = re.sub(r"^argument (?:.*/)?--([\w-]+)[^:]*: ", r"\1 ", message)
+        said = re.sub(r"^argument (?:-\w/)?--([\w-]+): ", r"\1 ", message)
         said = said.replace("invalid int value:", "must be a whole number; got")
         raise UserInputError(said + near)
 
-    parser.prog, parser.description = "python -m pipesgd.launch", HELP
+    parser.usage, parser.description = "python -m pipesgd.launch [torchrun's options] [-m] PROGRAM [its options]", HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False
+    for action in parser._actions:  # names with _ are understood, too
+        action.option_strings = [name for name in action.option_strings if "_" not in name]
     parser.error = error  # type: ignore[method-assign]
     return parser.parse_args(argv)
 

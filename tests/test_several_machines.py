@@ -87,7 +87,7 @@ def test_hosts_by_ssh_train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_hosts_by_ssh_give_the_code_of_a_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTS", "127.0.0.1 localhost")
     monkeypatch.setenv("PORT", free_port())
-    words = [EXAMPLES / "hosts.sh", *TRAIN, "--dataset", "a folder's name"]
+    words = [EXAMPLES / "hosts.sh", "-m", "pipesgd.train", "--dataset", "a folder's name"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stdout
     assert """got "a folder's name\"""" in done.stdout
