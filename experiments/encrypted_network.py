@@ -2,7 +2,7 @@
 
     python -m experiments.encrypted_network                two nodes at 200 Mbit/s, in turns: encrypted_network.csv
 
-pipesgd encrypts nothing, and pip's builds of torch cannot. The recipe in docs/security.md puts a WireGuard tunnel
+pipesgd encrypts nothing, and pip's builds of torch cannot. The recipe in docs/machines.md puts a WireGuard tunnel
 below pipesgd. This program follows the recipe on the testbed (Debian: wireguard-go wireguard-tools tcpdump), and
 records every packet on node 0's network interface during a training run.
 """
@@ -47,7 +47,7 @@ CLEAR_TEXT = b"pipesgd/"
 """Prefix of the keys of messages that ranks exchange through torch's store."""
 PROTOCOLS = {6: "TCP", 17: "UDP"}
 
-# The commands of docs/security.md. The program looks for its socket below /var/run, which nodes of a testbed share.
+# The commands of docs/machines.md. The program looks for its socket below /var/run, which nodes of a testbed share.
 TUNNEL_SCRIPT = """
 mount -t tmpfs tmpfs /var/run
 wireguard-go wg0 > /dev/null 2>&1

@@ -19,17 +19,19 @@ SUBCOMMANDS = dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:m
 """Function of each subcommand, as module:function. It takes the arguments and the program's name."""
 PLAN_OF_PROGRAM = "pipesgd.observe.plan:main"
 """Function of ``plan --from``."""
-HELP = """  pipesgd plan       best strategy, width, codec, all-reduce and islands for a job, and why
-  pipesgd plan --from train.py [options of plan] [--link DATA ...] -- [arguments of train.py]
-                     the same for a program as it is, which runs for some iterations here; --link shows it files
-                     of this folder that it reads
-  pipesgd predict    time of an iteration, an epoch and the job, and what limits it
+HELP = """  pipesgd plan       best strategy, width and codec for a job, and why
+  pipesgd plan --from train.py [options of plan] -- [arguments of train.py]
+                     the same for a program as it is, which runs for some
+                     iterations here; --link DATA shows it a file or folder
+  pipesgd predict    time of an iteration, an epoch and the job, and its limit
   pipesgd simulate   the iterations one by one, with jitter and slow ranks
 
-  torchrun [options of torchrun] -m pipesgd.train       trains a model on several ranks
-  torchrun [options of torchrun] -m pipesgd.calibrate   measures a cluster, for the questions above
+  torchrun ... -m pipesgd.train       trains a model on several ranks
+  torchrun ... -m pipesgd.calibrate   measures a cluster for the questions above
+  python -m pipesgd.launch ...        torchrun's options, in fewer words
 
-Each explains its options with --help. timing-model is another name of pipesgd with the same subcommands."""
+Each explains its options with --help. timing-model is another name of pipesgd
+with the same subcommands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,8 +38,9 @@ from pipesgd.process import answer, own_rank
 from pipesgd.sections import AUTO
 
 CONFIG_HELP = """
---config FILE reads options from a TOML file, one `name = value` a line, as --dry-run prints them;
-options on the command line win. torchrun's own options stand before -m. --version prints the versions.
+--config FILE reads options from a TOML file, one `name = value` a line, as
+--dry-run prints them; options on the command line win. torchrun's own options
+stand before -m. --version prints the versions.
 """
 
 FOR_ONE_RUN = ("dry-run", "overwrite", "resume")
@@ -201,7 +202,16 @@ def _help(kind: type[Config], command: str, *, everything: bool) -> str:
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit), _wide_enough():
         tyro.cli(shown, args=["--help"], prog=_program(command), config=TYRO)
     rest = "" if everything else f"\n--help-all lists all {len(kind().options())} options.\n"
-    return out.getvalue() + rest + CONFIG_HELP
+    # tyro joins the lines of the docstring, and prints a section's docstring below its name, which says the same.
+    doc = inspect.cleandoc(kind.__doc__ or "")
+    text = out.getvalue().replace(" ".join(doc.partition("\n\n")[2].split()), doc.partition("\n\n")[2], 1)
+    text = re.sub(
+        r"^ \w+ options *\n( -+ *\n)((?:  .*\n)+?)  -+ *\n",
+        lambda found: re.sub(r"^ ", "", found[2], flags=re.MULTILINE) + found[1],
+        text,
+        flags=re.MULTILINE,
+    )
+    return text + rest + CONFIG_HELP
 
 
 @contextlib.contextmanager

@@ -252,7 +252,7 @@ class RunConfig:
 class TrainConfig:
     """Train a model on several machines, decentralized and pipelined.
 
-    Start it on every machine with torchrun, for instance on one machine with four ranks:
+    Start it on every machine with torchrun; on one machine with four ranks:
     torchrun --nproc-per-node 4 -m pipesgd.train --dataset digits --width 2
     """
 

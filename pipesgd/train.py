@@ -48,6 +48,7 @@ from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.pipeline.width import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.plan_run import plan_run, save_cluster
+from pipesgd.process import say as say_on_stderr
 from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.run import output
@@ -534,7 +535,8 @@ class Run:
             if (line := hint(result.exposed_loading)) is not None:
                 job.say(line)
             job.say(f"next: tensorboard --logdir {shlex.quote(str(folder))} shows the curves")
-        for rank, failures in enumerate(job.workers.all_gather_object("the end", trouble)):
+        ends = job.workers.all_gather_object("the end", [str(folder), *trouble])
+        for rank, (_, *failures) in enumerate(ends):
             if failures:
                 raise RunError(
                     f"rank {rank}: training is done, but {'; '.join(failures)}. The newest checkpoint is that of "
@@ -543,6 +545,9 @@ class Run:
                 )
         if job.lock is not None:
             job.lock.release()
+        if job.workers.rank > 0 and job.workers.local_rank == 0:  # on its machine nothing else says that all is well
+            where = job.ranks.addresses()[0].partition(" ")[0]  # without its interface
+            say_on_stderr(f"rank {job.workers.rank}: done; results are on {where} in {ends[0][0]}")
 
 
 @contextlib.contextmanager

@@ -219,10 +219,23 @@ def test_help_shows_the_options_that_people_need_first_and_help_all_every_one_wi
     defaults = TrainConfig().options()
     for name in defaults:
         assert f"--{name}" in text
-    for section in ("data", "model", "optimization", "pipeline", "compression", "planning", "run"):
-        assert f" {section} options" in text
+    for section in ("Training data", "Model and loss", "Weight updates"):
+        assert f"\n {section}" in text
     assert text.count("(default:") == sum(value is not None and value is not False for value in defaults.values())
     assert "None" not in text
+
+
+@pytest.mark.parametrize("command", ["train", "calibrate"])
+def test_help_fits_eighty_columns_and_says_each_thing_once(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    kind = TrainConfig if command == "train" else CalibrateConfig
+    for words in ("--help", "--help-all"):
+        with pytest.raises(HelpRequested) as request:
+            parse_as(kind, command, [words])
+        assert max(map(len, str(request.value).splitlines())) <= 80
+        assert " Training data." in str(request.value)
+        assert "data options" not in str(request.value)
+        assert f"\ntorchrun --nproc-per-node 4 -m pipesgd.{command} " in str(request.value), "a line of its own"
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "20", "nonsense"])

@@ -41,6 +41,7 @@ FLOORS = [
         "exit",
         "train",
         "calibrate",
+        "launch",
         "__main__",
         "ddp",
         "backend",
@@ -60,6 +61,8 @@ ALL_MAY_NAME = {"timing_model", *(f"timing_model.{name}" for name in _DEFINITION
 """Modules that everybody may import: definitions of what the trainer does, and the notation of quantities."""
 
 MAY_NAME_TORCH_DISTRIBUTED = {
+    "launch",
+    "membership.meeting",
     "membership.neighbours",
     "membership.session",
     "membership.store",

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _ranks import run_as_ranks, run_module, run_ranks, start_module
+from _ranks import run_as_ranks, run_module, run_ranks
 from _runs import succeed, summary, train_as_a_rank
+from _started import Started, wait_until_gone
 from _waiting import wait_until
 from conftest import REPOSITORY
 from PIL import Image
@@ -33,71 +31,14 @@ LONG = "--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-
 """Options of a run that is longer than any test, and that a test must end."""
 
 
-class Job:
-    """A torchrun, which need not import torch again, with its ranks, which do; what it prints is read as it comes."""
+class Job(Started):
+    """A training that torchrun has started."""
 
     def __init__(self, folder: Path, words: str, *, ranks: int = 3, torchrun: str = ""):
         self.output = folder / "run"
-        self.lines: list[str] = []
-        self._grown = threading.Condition()
-        self._ended = False
-        printed = Path(tempfile.mkdtemp(dir=folder))
-        os.mkfifo(printed / "stdout")
-        (printed / "stderr").hardlink_to(printed / "stdout")
-        self._reader = threading.Thread(target=self._read, args=(printed / "stdout",), daemon=True)
-        self._reader.start()
-        self.process = start_module(
-            "torch.distributed.run",
-            *["--nproc-per-node", str(ranks), *torchrun.split()],
-            *["-m", "pipesgd.train", *words.split(), "--output", str(self.output)],
-            folder=folder,
-            printed=printed,
-        )
-
-    def _read(self, pipe: Path) -> None:
-        with pipe.open(encoding="utf-8") as file:
-            for line in file:
-                with self._grown:
-                    self.lines.append(line.rstrip())
-                    self._grown.notify_all()
-        with self._grown:
-            self._ended = True
-            self._grown.notify_all()
-
-    def wait_for(self, text: str, timeout: float = 60.0) -> str:
-        """Wait for a line that contains ``text`` and return the first one."""
-
-        def found() -> str | None:
-            return next((line for line in self.lines if text in line), None)
-
-        with self._grown:
-            assert self._grown.wait_for(lambda: found() or self._ended, timeout), self.lines
-        line = found()
-        assert line is not None, self.lines
-        return line
-
-    @property
-    def pid(self) -> int:
-        """Return the number of torchrun's process."""
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def rank_pids(self) -> dict[int, int]:
-        """Return the process of every rank: the children of torchrun that have a RANK."""
-        found = {}
-        for task in Path(f"/proc/{self.pid}/task").iterdir():
-            for pid in (task / "children").read_text().split():
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                ranks = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
-                found.update({rank: int(pid) for rank in ranks})
-        return found
-
-    def finish(self, timeout: float = 60.0) -> int:
-        """Wait for the end and return the exit code; ``lines`` then has all that was printed."""
-        self.process.join(timeout)
-        assert self.process.exitcode is not None, self.lines
-        self._reader.join(10)
-        return self.process.exitcode
+        own = ["--nproc-per-node", str(ranks), *torchrun.split()]
+        command = ["-m", "pipesgd.train", *words.split(), "--output", str(self.output)]
+        super().__init__(folder, "torch.distributed.run", *own, *command)
 
 
 @pytest.fixture
@@ -110,10 +51,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for one in jobs:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.pid, signal.SIGKILL)  # its own session: only torchrun and the ranks
-        one.process.join(10)
-        one._reader.join(10)
+        one.end()
 
 
 def errors_of(job: Job) -> list[str]:
@@ -129,18 +67,6 @@ def silent_ranks(job: Job) -> set[str]:
     """Return the ranks that any other rank's last line calls silent."""
     said = " ".join([*errors_of(job), *farewells_of(job)])
     return set(re.findall(r"no heartbeat from (ranks? [\d, ]*\d)", said))
-
-
-def gone(pid: int) -> bool:
-    """Return True if the process has ended; a zombie, which nobody has waited for yet, has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    wait_until(lambda: all(map(gone, pids)), 30)
 
 
 def newest_checkpoint(job: Job) -> int:

@@ -36,16 +36,18 @@ if TYPE_CHECKING:
 
 HELP = """Predict what a training job will cost, and how to run it, before it runs.
 
-  predict    time of an iteration, an epoch and the job, by parts, and what limits it
+  predict    time of an iteration, an epoch and the job, and what limits it
   plan       best strategy, width, codec, all-reduce and islands, and why
   simulate   the iterations one by one, with jitter and slow ranks
 
 For a measured cluster (torchrun ... -m pipesgd.calibrate --out cluster.toml):
-  timing-model plan --cluster cluster.toml --model resnet18 --batch-size 64 --world-size 8
+  timing-model plan --cluster cluster.toml --model resnet18 --world-size 8
 With numbers you type in:
-  timing-model predict --latency 50us --bandwidth 10Gbit/s --world-size 4 --compute 0.3s --parameters 61.1M
+  timing-model predict --latency 50us --bandwidth 10Gbit/s --world-size 4 \\
+    --compute 0.3s --parameters 61.1M
 
-timing-model COMMAND --help lists a command's options; timing-model --version prints the version."""
+timing-model COMMAND --help lists the options of a command;
+timing-model --version prints the version."""
 PLOTTED_WIDTHS = (1, 2, 3, 4)
 EXIT_UNREAD = 141
 """Exit code of a process whose output nobody has read to its end: what shells say of SIGPIPE."""

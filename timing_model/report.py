@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -16,6 +18,8 @@ from timing_model.predict import BALANCE, CODEC, COMPUTATION, HOST, JITTER, LATE
 from timing_model.support import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Support
 from timing_model.units import format_bandwidth, format_bytes, format_cost, format_count, format_seconds
 
+LEAST_NAME = 20
+"""Fewest columns for the name of a configuration in a table."""
 BAR = 30
 """Characters of a full bar."""
 NAMED = 4
@@ -136,10 +140,29 @@ def support_lines(support: Support) -> list[str]:
 def folded(text: str, columns: int) -> str:
     """Return the text with its sentences broken between words into lines of at most this many columns.
 
-    Rows of tables stay as they are.
+    Rows of a table of configurations are broken within the name; those of other tables stay as they are.
     """
-    lines = text.splitlines()
-    return "\n".join(line if "  " in line.strip() else "\n".join(_fold(line, columns)) for line in lines)
+    lines = list[str]()
+    for is_table, block in itertools.groupby(text.splitlines(), lambda line: "  " in line.strip()):
+        rows = list(block)
+        lines += _fold_table(rows, columns) if is_table else [part for row in rows for part in _fold(row, columns)]
+    return "\n".join(lines)
+
+
+def _fold_table(rows: list[str], columns: int) -> list[str]:
+    """Return the rows with names in lines so short that all fit, if these are configurations and one does not fit."""
+    if "configuration  " not in rows[0] or max(map(len, rows)) <= columns:
+        return rows
+    mark = rows[0].index("configuration")
+    found = [re.match(r"\S+(?: \S+)*", row[mark:]) for row in rows]
+    end = mark + max(len(name[0]) for name in found if name)
+    room = max(LEAST_NAME, columns - mark - max(len(row) - end for row in rows))
+    folded_rows = []
+    for row in rows:
+        parts = row[mark:end].rstrip().replace(" ", "\0").replace(",\0", ", ")  # lines end between parts of a name
+        first, *others = (part.replace("\0", " ") for part in _fold(parts, room))
+        folded_rows += [row[:mark] + first.ljust(room) + row[end:], *(" " * (mark + 2) + other for other in others)]
+    return folded_rows
 
 
 def _fold(line: str, columns: int) -> list[str]:

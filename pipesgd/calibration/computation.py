@@ -39,6 +39,8 @@ more than half of a lap."""
 LEAST_OVERLAP, MOST_SLOWED = 0.2, 0.75
 """Smallest overlap with a collective (share of the computation) that is assumed when dividing by it, to avoid
 amplifying noise; and the largest share of that time which counts as lost."""
+MOST_SLOWDOWN = MOST_SLOWED / (1 - MOST_SLOWED)
+"""Largest slowdown that a fit can find."""
 CROWDED = 0.6
 """Share of their cores that ranks use together, in the passes, from which on they wait for each other's."""
 LEAST_BUSY = 0.02

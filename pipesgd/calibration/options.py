@@ -83,8 +83,8 @@ class CalibrationOptions:
 class CalibrateConfig:
     """Measure what this cluster and a model on it cost, for the timing model.
 
-    Start it on every machine with torchrun, as a training run would be; on one machine with four ranks:
-    torchrun --nproc-per-node 4 -m pipesgd.calibrate --out cluster.toml --model mlp --batch-size 512
+    Start it on every machine with torchrun; on one machine with four ranks:
+    torchrun --nproc-per-node 4 -m pipesgd.calibrate --model mlp --batch-size 512
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from pipesgd.calibration import machines
 from pipesgd.calibration.codec_speeds import CodecSpeed
-from pipesgd.calibration.computation import Computation
+from pipesgd.calibration.computation import MOST_SLOWDOWN, Computation
 from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.errors import UserInputError
 from timing_model.measured import PARAMETER_SERVER, Estimate
@@ -52,11 +52,18 @@ def show(
     table.add_row("spread", f"{computation.cv:.1%} between iterations (cv)")
     table.add_row("persistence of it", _number(computation.persistence))
     table.add_row("spread of the all-reduce", _number(computation.comm_cv))
-    table.add_row("during a collective", f"{computation.compute_slowdown.value:.1%} slower")
-    table.add_row("during a compressed one", f"{computation.codec_compute_slowdown.value:.1%} slower")
+    table.add_row("during a collective", slower(computation.compute_slowdown))
+    table.add_row("during a compressed one", slower(computation.codec_compute_slowdown))
     for name, handover in computation.late_handovers.items():
         table.add_row(f"late handover, {name}", _ms(handover))
     console.print(table)
+
+
+def slower(slowdown: Estimate) -> str:
+    """Describe by how much the computation is slower; from a limit on, a fit cannot tell how much more it is."""
+    if slowdown.value >= MOST_SLOWDOWN:
+        return f"at least {MOST_SLOWDOWN:.0%} slower: computing and communicating share too few cores"
+    return f"{slowdown.value:.1%} slower"
 
 
 def titled(name: str) -> str:
@@ -66,6 +73,8 @@ def titled(name: str) -> str:
 
 def held_out(one: CollectiveFit) -> str:
     """Describe the formula's error in cells that it was not fitted to."""
+    if len(one.errors) == 1:
+        return f"{one.residual:.1%} off, which tells little: only one repeats ({one.smallest_bytes >> 10} KiB)"
     return f"{one.errors.mean():.1%} off on average, {one.residual:.1%} at p90, from {one.smallest_bytes >> 10} KiB on"
 
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipesgd.calibration import report
+from pipesgd.calibration.computation import MOST_SLOWDOWN
 from pipesgd.calibration.fit_cluster import ALPHA, BETA, CollectiveFit, fit_collective, fit_servers, sharing_of
 from pipesgd.calibration.links import Probes
 from pipesgd.calibration.robust_fit import Floats, Prior, fit, median_of, non_negative, spread
@@ -140,6 +142,25 @@ def test_few_cells_are_not_held_out() -> None:
     measured = np.array([cell.median for cell in found.cells])
     assert found.fit.held_out == pytest.approx(found.fit.fitted / measured - 1)
     assert found.errors.max() < 0.05
+
+
+def test_one_cell_that_repeats_tells_little() -> None:
+    cells = made_cells("native", LINK, 0, noise=0.003, interrupted=0.0)
+    few = [cell for cell in cells if cell.world_size == 2 and cell.nbytes in (1 << 10, 1 << 12, 1 << 20, 1 << 22)]
+    rough = [0.5 + np.arange(len(cell.seconds)) for cell in few]
+    found = fitted(
+        "native", [dataclasses.replace(cell, seconds=seconds) for cell, seconds in zip(few, rough, strict=True)]
+    )
+    assert len(found.errors) == 1
+    assert report.held_out(found).endswith("% off, which tells little: only one repeats (4096 KiB)")
+    assert " off on average, " in report.held_out(fitted("native", cells))
+
+
+@pytest.mark.parametrize(("slowdown", "said"), [(0.045, "4.5% slower"), (2.999, "299.9% slower")])
+def test_a_slowdown_beyond_what_a_fit_can_find_is_no_figure(slowdown: float, said: str) -> None:
+    assert report.slower(Estimate.exact(slowdown)) == said
+    limit = report.slower(Estimate.exact(MOST_SLOWDOWN))
+    assert limit == "at least 300% slower: computing and communicating share too few cores"
 
 
 def test_every_cell_is_held_out_by_the_half_that_it_is_in() -> None:

@@ -1,0 +1,211 @@
+"""``python -m pipesgd.launch`` as a user starts it: exit codes, waiting for other machines, signals."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from _ranks import run_module
+from _started import Started, wait_until_gone
+from _waiting import wait_until
+
+from pipesgd.launch import commands
+
+pytestmark = pytest.mark.slow
+
+TRAIN = "-m pipesgd.train --dataset digits --hidden-sizes 30 --batch-size 32 --output run"
+LONG = f"{TRAIN} --iterations 100000 --checkpoint-iterations 20"
+SLEEPS = "import time; print('asleep', flush=True); time.sleep(60)"
+
+Start = Callable[[str], Started]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Return a function that starts the launcher with these words, in a folder of its own for temporary files."""
+    jobs: list[Started] = []
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+
+    def started(words: str) -> Started:
+        jobs.append(Started(tmp_path, "pipesgd.launch", *shlex.split(words)))
+        return jobs[-1]
+
+    yield started
+    for one in jobs:
+        one.end()
+
+
+@pytest.fixture
+def place() -> str:
+    """Return the options of a job of two machines on this one, at a port that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"--nnodes 2 --master-addr 127.0.0.1 --master-port {server.getsockname()[1]}"
+
+
+def left_in(folder: Path) -> set[str]:
+    """Return what is left in a folder of temporary files, but for what torch's compiler keeps there."""
+    return {path.name for path in folder.iterdir() if not path.name.startswith("torchinductor")}
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("os.kill(os.getpid(), 9)", 137, "error: the process of rank 1 was ended by SIGKILL\n"),
+    ],
+)
+def test_it_exits_with_the_code_of_the_rank_that_failed_first(
+    ends: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    program = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ends}\nelif {code}: time.sleep(60)\n"
+    (tmp_path / "program.py").write_text(program)
+    done = run_module("pipesgd.launch", "--nproc-per-node", "2", "program.py", folder=tmp_path, deadline=90)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+    assert left_in(tmp_path) == {"program.py"}
+
+
+def test_a_rank_that_is_lost_is_started_again(tmp_path: Path) -> None:
+    program = "import os, sys\nsys.exit(5 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n"
+    (tmp_path / "program.py").write_text(program)
+    for restarts, code in (("1", 0), ("0", 5)):
+        done = run_module("pipesgd.launch", "--max-restarts", restarts, "program.py", folder=tmp_path, deadline=90)
+        assert done.returncode == code, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--nodes 2 program.py", "unrecognized arguments: --nodes (did you mean --nnodes?)"),
+        ("--nnodes 0 program.py", "nnodes must be a number, or the least and the most as 2:4; got '0'"),
+        ("--nnodes 2 --node-rank 2 program.py", "node-rank must be from 0 to 1 with --nnodes 2; got 2"),
+        ("--node-rank one program.py", "node-rank must be a whole number; got 'one'"),
+        (
+            "--nproc-per-node two program.py",
+            "options must be such as torchrun takes; Unsupported nproc_per_node value: two",
+        ),
+    ],
+)
+def test_a_wrong_option_is_one_line(words: str, message: str, tmp_path: Path) -> None:
+    done = run_module("pipesgd.launch", *words.split(), folder=tmp_path, deadline=90)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
+
+
+def test_a_ranks_own_error_is_all_that_is_said(start: Start) -> None:
+    running = start(f"--nproc-per-node 2 {TRAIN} --width 0")
+    assert running.finish() == 2
+    assert running.lines[0].startswith("starting rank 0 of 2")
+    assert running.lines[1:] == ["error: width must be at least 1; got 0"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "name"),
+    [
+        (lambda job: os.killpg(job.pid, signal.SIGINT), 130, "Ctrl-C"),  # as a terminal does
+        (lambda job: os.kill(job.pid, signal.SIGTERM), 143, "SIGTERM"),
+    ],
+)
+def test_a_signal_leaves_a_checkpoint_and_nothing_else(
+    end: Callable[[Started], None], code: int, name: str, start: Start, tmp_path: Path
+) -> None:
+    running = start(f"--nproc-per-node 2 {LONG}")
+    wait_until(lambda: list(tmp_path.glob("run/checkpoints/iteration-*")) != [], 90)
+    pids = list(running.rank_pids().values())
+    before = len(running.lines)
+    end(running)
+    assert running.finish() == code, running.lines
+    first, last = [line for line in running.lines[before:] if not line.startswith("training: ")]
+    assert first == f"{name}: all ranks write a checkpoint and stop; a second one ends them at once"
+    assert last.startswith(f"stopped by {name} after iteration ")
+    wait_until_gone(pids)
+    assert left_in(tmp_path / "temporary") == set()
+
+
+def test_the_first_machine_says_whom_it_waits_for_and_how_to_start_it(start: Start, place: str, tmp_path: Path) -> None:
+    first = start(f"--node-rank 0 {place} {TRAIN} --iterations 20")
+    port = place.split()[-1]
+    assert first.wait_for("waiting") == f"waiting for 1 of 2 machines at 127.0.0.1:{port} (--node-rank 1)"
+    command = first.wait_for("  python -m pipesgd.launch")
+    second = start(command.removeprefix("  python -m pipesgd.launch "))
+    assert (first.finish(), second.finish()) == (0, 0), second.lines
+    assert second.lines[-2:] == ["rank 1: done; results are on 127.0.0.1 in run", "machine 1 of 2: done"]
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_machine_that_waits_can_be_stopped(number: int, start: Start, place: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SLEEPS)
+    for sent, code, name in ((signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")):
+        running = start(f"--node-rank {number} {place} program.py")
+        running.wait_for("waiting for ")
+        os.kill(running.pid, sent)
+        assert running.finish(10) == code
+        assert running.lines[-1] == f"stopped by {name} before the ranks started"
+
+
+def test_two_machines_with_one_number_are_refused(start: Start, place: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SLEEPS)
+    three = place.replace("--nnodes 2", "--nnodes 3")
+    first = start(f"--node-rank 0 {three} program.py")
+    first.wait_for("waiting for 2 of 3 machines")
+    second = start(f"--node-rank 1 {three} program.py")
+    first.wait_for("waiting for 1 of 3 machines")
+    start(f"--node-rank 1 {three} program.py")
+    assert second.finish() == 2
+    assert second.lines[-1].startswith("error: node-rank must differ between machines; got 1 here and on ")
+
+
+def test_a_machine_that_waits_hears_that_the_first_one_has_ended(start: Start, place: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SLEEPS)
+    three = place.replace("--nnodes 2", "--nnodes 3")
+    first = start(f"--node-rank 0 {three} program.py")
+    second = start(f"--node-rank 1 {three} program.py")
+    second.wait_for("waiting for 1 of 3 machines")
+    first.end()
+    assert second.finish() == 1
+    assert second.lines[-1].startswith("error: the machine at 127.0.0.1:")
+    assert second.lines[-1].endswith(" has ended the job, or cannot be reached any more")
+
+
+def test_a_job_at_a_port_that_is_taken_says_so(start: Start, place: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SLEEPS)
+    with socket.create_server(("", int(place.split()[-1]))):
+        running = start(f"--node-rank 0 {place} program.py")
+        assert running.finish() == 1
+    [line] = running.lines
+    assert line.startswith(
+        f"error: the store at 127.0.0.1:{place.split()[-1]} cannot be opened (is another job there?)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "machines", "command"),
+    [
+        (
+            "--nnodes=2 --node-rank 0 --master-addr 10.0.0.1 -m pipesgd.train --output 'my run' --node-rank 7",
+            2,
+            "--node-rank 1 --nnodes=2 --master-addr 10.0.0.1 -m pipesgd.train --output 'my run' --node-rank 7",
+        ),
+        (
+            "--node_rank=0 --local-addr 10.0.0.1 --nnodes 4 program.py",
+            4,
+            "--node-rank 1 --local-addr ITS_ADDRESS --nnodes 4 program.py",
+        ),
+    ],
+)
+def test_the_command_of_another_machine_differs_in_what_is_its_own(words: str, machines: int, command: str) -> None:
+    argv = shlex.split(words)
+    rest = argv[argv.index("pipesgd.train") + 1 :] if "pipesgd.train" in argv else []
+    given = argparse.Namespace(training_script_args=rest, local_addr="10.0.0.1" if "--local-addr" in argv else None)
+    lines = commands(given, argv, machines)
+    assert lines[1] == f"  python -m pipesgd.launch {command}"
+    assert ("--node-rank 2 to 3" in lines[0]) == (machines == 4)
