@@ -38,6 +38,7 @@ def main() -> None:
             print(f"epoch {epoch}: accuracy {accuracy:.3f}")
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "digits.pt")
+    dist.barrier()  # gloo may abort the program of a rank that ends while another one is still connected
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The program ddp.py with Pipe-SGD and gradients of 4 bits: three more lines."""
+"""The program ddp.py with Pipe-SGD and gradients of 8 bits: three more lines."""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ def main() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    pipeline = pipesgd.ddp.attach(model, optimizer, width=2, codec="int4")
+    pipeline = pipesgd.ddp.attach(model, optimizer, width=2, codec="int8")
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for inputs, targets in batches:
@@ -40,6 +40,7 @@ def main() -> None:
     pipeline.close()
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "digits.pt")
+    dist.barrier()  # gloo may abort the program of a rank that ends while another one is still connected
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ def attach(
     optimizer: Any,
     *,
     width: int = 2,
-    codec: str | CodecOptions | OwnCodec = "fp32",
+    codec: str | CodecOptions | OwnCodec = "int8",
     windows: Windows | None = None,
     wire: Wire | None = None,
     updates: Updates | None = None,

@@ -47,7 +47,7 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
         trainer: Any,
         *,
         width: int = 2,
-        codec: str | CodecOptions | OwnCodec = "fp32",
+        codec: str | CodecOptions | OwnCodec = "int8",
         windows: Windows | None = None,
         wire: Wire | None = None,
         updates: Updates | None = None,
