@@ -156,7 +156,7 @@ class Tally:
         self.recent: collections.deque[Step] = collections.deque(maxlen=RECENT)
         """Times of the last iterations, all but the first one's."""
         self._iterations = self._late = self._wire_bytes = 0
-        self._seconds: collections.Counter[str] = collections.Counter()
+        self._seconds: dict[str, float] = collections.defaultdict(float)
         self._last_end: float | None = None
 
     def take(self, report: StepReport) -> None:
@@ -169,13 +169,14 @@ class Tally:
         """Add up the reports that have come since the last call."""
         reports, self.reports = self.reports, []
         for report in reports:
-            seconds: collections.Counter[str] = collections.Counter()
+            seconds: dict[str, float] = collections.defaultdict(float)
             for span in report.spans:
                 seconds[span.what] += span.seconds
             self._iterations += 1
             self._late += report.width > 1
             self._wire_bytes += report.wire_bytes
-            self._seconds += seconds
+            for what in seconds:
+                self._seconds[what] += seconds[what]
             if not report.spans:
                 continue
             end = max(span.end for span in report.spans)

@@ -1,11 +1,14 @@
-"""What a door says on rank 0 when a program begins and when it ends: what is sent, what was hidden, what DDP would take."""
+"""Lines of a door on rank 0, when a program begins and ends: what is sent, what was hidden, what DDP would take."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pipesgd.codecs.options import CodecOptions
@@ -16,7 +19,7 @@ from pipesgd.strategy import Step, Tally
 from timing_model.all_reduce import CollectiveTime
 from timing_model.gloo import native_all_reduce_time
 from timing_model.iteration import ddp_buckets, layerwise_iteration_time
-from timing_model.params import ComputeTimes, LinkParams
+from timing_model.params import FLOAT_BYTES, ComputeTimes, LinkParams
 from timing_model.units import format_bytes, format_seconds
 
 QUIET = "PIPESGD_QUIET"
@@ -27,12 +30,44 @@ WIDEST = 2.0
 """Ratio of the ends of the rate's interval above which nothing is said about DDP."""
 PERCENTILES = (5, 95)
 """Ends of the intervals of rate and computation."""
+EMPTY, FULL = 5, 2
+"""Numbers of sums of one value, and of ``PROBED`` ones, when a door is opened."""
+PROBED = 1 << 20
+"""Most float32 values of an uncompressed sum."""
 FORWARD = 1 / 3
 """Share of the forward pass in the computation, of which nothing is measured: a backward pass takes twice as long."""
 
 
+class Uncompressed(NamedTuple):
+    """Times of sums without a codec when a door is opened, the shortest of several, in s."""
+
+    latency: float
+    """Time of the sum of one value."""
+    byte_seconds: float
+    """Time of a byte that a rank sends, without the latency."""
+
+
+def probe(flight: Flight[Any], numel: int) -> Uncompressed:
+    """Return the times of sums of one value, and of ``numel`` or ``PROBED`` float32 values. Collective."""
+
+    def shortest(values: int, times: int) -> float:
+        zeros = torch.zeros(values, device=flight.device)
+
+        def timed() -> float:
+            begin = time.perf_counter()
+            flight.exact(zeros)
+            return time.perf_counter() - begin
+
+        return min(flight.meet("Pipelined", 0, timed).result() for _ in range(times))
+
+    values = min(numel, PROBED)
+    latency, whole = shortest(1, EMPTY), shortest(values, FULL)
+    sent = flight.connections.bytes_sent(FLOAT_BYTES * values)
+    return Uncompressed(latency, max(0.0, whole - latency) / sent if sent else 0.0)
+
+
 class Proof:
-    """The lines of a door, on rank 0 alone.
+    """The lines of a door, on rank 0 alone. All ranks make one together.
 
     Args:
         how: the method in a few words, such as "width 2".
@@ -43,11 +78,13 @@ class Proof:
             about DDP.
     """
 
-    def __init__(self, how: str, flight: Flight, codec: CodecOptions, tally: Tally, parameters: Sequence[Tensor]):
+    def __init__(self, how: str, flight: Flight[Any], codec: CodecOptions, tally: Tally, parameters: Sequence[Tensor]):
         self._speaks = flight.ranks.rank == 0 and not os.environ.get(QUIET)
         self._tally = tally
         self._world_size = flight.ranks.world_size
         self._nbytes = [float(one.numel() * one.element_size()) for one in parameters]
+        numel = sum(one.numel() for one in parameters)
+        self._uncompressed = probe(flight, numel) if parameters and self._world_size > 1 else None
         if not self._speaks:
             return
         ranks = f"{self._world_size} rank{'s' if self._world_size > 1 else ''}"
@@ -71,21 +108,26 @@ class Proof:
             f"pipesgd: {totals.hidden_share:.0%} of the communication hidden; an iteration "
             f"{format_seconds(totals.iteration_seconds)}, of which {format_seconds(totals.waiting_seconds)} waiting"
         ).replace("%", " %")
-        if self._nbytes and (between := ddp_seconds(self._tally, self._nbytes, self._world_size)) is not None:
+        known = self._uncompressed
+        if known and (between := ddp_seconds(self._tally, known, self._nbytes, self._world_size)) is not None:
             low, high = map(format_seconds, between)
             text += f"; DDP would take about {low} to {high}, calculated"
         say(text)
 
 
-def ddp_seconds(tally: Tally, nbytes: Sequence[float], world_size: int) -> tuple[float, float] | None:
+def ddp_seconds(
+    tally: Tally, uncompressed: Uncompressed, nbytes: Sequence[float], world_size: int
+) -> tuple[float, float] | None:
     """Return between which times, in s, an iteration of DDP on gloo would take, by the exchanges of this run.
 
-    A rate is fitted to the bytes that this rank has sent and the durations of its exchanges, and put with this run's
-    computation into the timing model's formula for DDP; the ends are those at the 5 and 95 % percentiles of both.
-    Returns None if the run has too few exchanges, or if they have too different rates.
+    The time of a byte is that of this run's exchanges, without the latency, at the 5 and 95 % percentiles; that of
+    uncompressed sums counts as the least one if it is less, since the codec's work does not grow with DDP's bytes. With
+    this run's computation, at the same percentiles, it is put into the timing model's formula for DDP.
+    Returns None if the run has too few exchanges, or if their rates differ too much.
 
     Args:
         tally: the reports of the run's steps.
+        uncompressed: times of sums without a codec.
         nbytes: bytes of each parameter's gradient, in the order of the forward pass.
         world_size: number of ranks.
     """
@@ -94,20 +136,24 @@ def ddp_seconds(tally: Tally, nbytes: Sequence[float], world_size: int) -> tuple
     if len(exchanges) < LEAST_EXCHANGES or world_size == 1:
         return None
     sent = totals.wire_bytes / totals.iterations
-    fast, slow = np.percentile([step.communication / sent for step in exchanges], PERCENTILES)
-    if slow > WIDEST * fast:
+    transfers = [(step.communication - uncompressed.latency) / sent for step in exchanges]
+    fast, slow = np.percentile(transfers, PERCENTILES)
+    fast = min(fast, uncompressed.byte_seconds)
+    if not 0 < slow <= WIDEST * fast:
         return None
+    alpha = uncompressed.latency / (2 * (world_size - 1))
     short, long = np.percentile([step.computing for step in exchanges], PERCENTILES)
     low, high = (
-        _ddp_iteration(float(beta), float(computing), nbytes, world_size)
+        _ddp_iteration(
+            LinkParams(alpha=alpha, beta=float(beta), gamma=0.0, sync=0.0), float(computing), nbytes, world_size
+        )
         for beta, computing in ((fast, short), (slow, long))
     )
     return low, high
 
 
-def _ddp_iteration(beta: float, computing: float, nbytes: Sequence[float], world_size: int) -> float:
-    """Return the time of an iteration of DDP, in s, at ``beta`` s a byte."""
-    link = LinkParams(alpha=0.0, beta=beta, gamma=0.0, sync=0.0)
+def _ddp_iteration(link: LinkParams, computing: float, nbytes: Sequence[float], world_size: int) -> float:
+    """Return the time of an iteration of DDP on this link, in s."""
     buckets = []
     for share, size in ddp_buckets(nbytes):
         seconds = native_all_reduce_time(link, size, world_size)
