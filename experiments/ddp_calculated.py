@@ -1,0 +1,149 @@
+"""The time of DDP that ``attach`` calculates from its own exchanges, next to DDP itself: two models on three links.
+
+    python -m experiments.ddp_calculated                four nodes at 50, 200 Mbit/s and 1 Gbit/s: ddp_calculated.csv
+
+Every rank has an emulated accelerator, since ranks that compute on the cores of one machine would slow one another
+down. In each case a job trains with ``attach`` and its defaults, and then the same job with DDP alone. The interval is
+read from the line that ``close`` prints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments import accelerators, command
+from experiments.results import Row, save
+from experiments.testbed import Link, Testbed, rate_name
+from experiments.testbed_jobs import run_job
+from pipesgd.ddp import attach
+from pipesgd.errors import RunError
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
+from timing_model.units import parse_seconds
+
+NODES = 4
+RATES = (50e6, 200e6, 1e9)
+ACCELERATORS = {"mlp": "75ms", "convnet": "75ms,model=convnet"}
+"""Emulated accelerators, by the name of the model."""
+HIDDEN = (1000, 1000)
+EXCHANGES, QUICK_EXCHANGES = 220, 30
+ITERATIONS, QUICK_ITERATIONS = 40, 10
+"""Iterations with ``attach`` and with DDP."""
+UNTIMED = 3
+JOB_SECONDS = 400.0
+LEAST_INSIDE = 5
+"""Number of cases, of six, in which the median iteration of DDP must lie inside the interval."""
+SENTENCE = re.compile(r"DDP would take about (\S+ \S+) to (\S+ \S+), calculated")
+
+
+def train(model: str, door: str, iterations: int, file: Path) -> None:
+    """Train on this rank with ``attach`` or with DDP alone; rank 0 writes the times of its iterations to ``file``."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = accelerators.synthetic(
+        ACCELERATORS[model],
+        sample_shape=(1, 28, 28),
+        num_classes=10,
+        rank=rank,
+        world_size=world_size,
+        **({"hidden_sizes": HIDDEN} if model == "mlp" else {}),
+    )
+    ddp_model = DistributedDataParallel(layers)
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01, momentum=0.9)
+    pipeline = attach(ddp_model, optimizer) if door == "attach" else None
+    inputs, targets = torch.randn(32, 1, 28, 28), torch.randint(0, 10, (32,))
+    ends = []
+    for _ in range(iterations):
+        optimizer.zero_grad()
+        cross_entropy(ddp_model(inputs), targets).backward()
+        optimizer.step()
+        ends.append(time.perf_counter())
+    if pipeline is not None:
+        pipeline.close()
+    if rank == 0:
+        file.write_text(json.dumps([after - before for before, after in itertools.pairwise(ends)][UNTIMED:]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def job(testbed: Testbed, model: str, door: str, iterations: int) -> tuple[list[float], str]:
+    """Return the times of a job's iterations, in s, and what it has printed.
+
+    Raises:
+        RunError: the job failed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        file, log = Path(name) / "times.json", Path(name) / "log"
+        words = ["-m", "experiments.ddp_calculated", "--job", model, door, str(iterations), str(file)]
+        failure = run_job(testbed, words, log, deadline=JOB_SECONDS)
+        # torchrun's agents may fail while they leave, when the ranks are done.
+        if failure is not None and not file.exists():
+            raise RunError(f"{door} with {model} must train; got {failure}")
+        return json.loads(file.read_text()), log.read_text(errors="replace")
+
+
+def compare(testbed: Testbed, rate: float, model: str, exchanges: int, iterations: int) -> Row:
+    """Return what ``attach`` calculates for DDP, and what DDP takes."""
+    attached, said = job(testbed, model, "attach", exchanges)
+    found = SENTENCE.search(said)
+    low, high = (parse_seconds("time", text.replace(" ", "")) for text in found.groups()) if found else (None, None)
+    by_ddp, _ = job(testbed, model, "ddp", iterations)
+    median = statistics.median(by_ddp)
+    return {
+        "rate": rate_name(rate),
+        "model": model,
+        "exchanges": exchanges,
+        "attach_median_s": round(statistics.median(attached), 4),
+        "calculated_low_s": low,
+        "calculated_high_s": high,
+        "ddp_median_s": round(median, 4),
+        "inside": low is not None and high is not None and low <= median <= high,
+    }
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """Run the command."""
+    options = command.parser("ddp_calculated", __doc__)
+    options.add_argument("--only", nargs="*", default=[], help="cases, such as 200mbit-mlp; by default all")
+    arguments = ranks.raise_together("options", lambda: command.parse(options, words))
+    exchanges, iterations = (QUICK_EXCHANGES, QUICK_ITERATIONS) if arguments.quick else (EXCHANGES, ITERATIONS)
+    cases = [
+        (rate, model)
+        for rate, model in itertools.product(RATES, ACCELERATORS)
+        if not arguments.only or f"{rate_name(rate)}-{model}" in arguments.only
+    ]
+    rows: list[Row] = []
+    with command.progress(console, "cases", len(cases)) as advance:
+        for rate, model in cases:
+            with Testbed(nodes=NODES, link=Link(rate=rate)) as testbed:
+                rows.append(compare(testbed, rate, model, exchanges, iterations))
+            advance(1, f"{rate_name(rate)}, {model}")
+    save("ddp_calculated", rows, extra={"nodes": NODES, "accelerators": ACCELERATORS}, folder=arguments.output)
+    command.show("DDP, calculated and timed", [{name: str(value) for name, value in row.items()} for row in rows])
+    said, inside = (sum(bool(row[name]) for row in rows) for name in ("calculated_low_s", "inside"))
+    say(console, f"{said} of {len(rows)} cases calculate a time for DDP; {inside} have DDP's median in it")
+    if len(rows) == len(RATES) * len(ACCELERATORS) and (said < len(rows) or inside < LEAST_INSIDE):
+        raise RunError(f"all cases must have an interval, and {LEAST_INSIDE} DDP's median in it; got {said}, {inside}")
+
+
+if __name__ == "__main__":
+    import sys
+
+    if sys.argv[1:2] == ["--job"]:
+        train(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))
+    else:
+        command.run(main)
