@@ -39,8 +39,8 @@ RATES = (50e6, 200e6, 1e9)
 ACCELERATORS = {"mlp": "75ms", "convnet": "75ms,model=convnet"}
 """Emulated accelerators, by the name of the model."""
 HIDDEN = (1000, 1000)
-EXCHANGES, QUICK_EXCHANGES = 220, 30
-ITERATIONS, QUICK_ITERATIONS = 40, 10
+EXCHANGES, QUICK_EXCHANGES = 205, 30
+ITERATIONS, QUICK_ITERATIONS = 20, 10
 """Iterations with ``attach`` and with DDP."""
 UNTIMED = 3
 JOB_SECONDS = 400.0
