@@ -28,6 +28,7 @@ from experiments import accelerators, command
 from experiments.results import Row, save
 from experiments.testbed import Link, Testbed, rate_name
 from experiments.testbed_jobs import run_job
+from pipesgd.config import ModelConfig
 from pipesgd.ddp import attach
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
@@ -58,9 +59,9 @@ def train(model: str, door: str, iterations: int, file: Path) -> None:
         ACCELERATORS[model],
         sample_shape=(1, 28, 28),
         num_classes=10,
+        hidden_sizes=HIDDEN if model == "mlp" else ModelConfig.hidden_sizes,
         rank=rank,
         world_size=world_size,
-        **({"hidden_sizes": HIDDEN} if model == "mlp" else {}),
     )
     ddp_model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01, momentum=0.9)

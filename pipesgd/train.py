@@ -335,8 +335,7 @@ class Run:
             self._recorders.append(writer)
             bar = ProgressBar(job.console, total=job.iterations, start=self.start)
             self._recorders.append(self._stack.enter_context(bar))
-            for recorder in job.recorders:
-                self._recorders.append(self._stack.enter_context(contextlib.closing(recorder)))
+            self._recorders += [self._stack.enter_context(contextlib.closing(one)) for one in job.recorders]
         # Pushed last, so it runs first: the others must not take this rank for dead while it closes the rest.
         self._stack.push(functools.partial(report_failure, ranks))
         drift = self._drift()
