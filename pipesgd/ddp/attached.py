@@ -217,7 +217,8 @@ class AttachedPipeline(OnPipeline):
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
         self._loop_hooks.before_forward_of(ddp_model, self.before_forward)
         start = " after a synchronous start" if width > 1 and updates.synchronous_start else ""
-        trained = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
+        # DDP knows no limit of the rate, which exchanges of this run would show.
+        trained = [one for one in ddp_model.parameters() if one.requires_grad and wire.rate_limit is None]
         self._proof = Proof(f"width {width}{start}", self.pipeline.flight, self._codec_options, self.tally, trained)
 
     def step(self) -> StepReport:

@@ -84,7 +84,8 @@ class Proof:
         self._world_size = flight.ranks.world_size
         self._nbytes = [float(one.numel() * one.element_size()) for one in parameters]
         numel = sum(one.numel() for one in parameters)
-        self._uncompressed = probe(flight, numel) if parameters and self._world_size > 1 else None
+        compares = parameters and self._world_size > 1 and flight.device.type == "cpu"  # nccl is not modelled
+        self._uncompressed = probe(flight, numel) if compares else None
         if not self._speaks:
             return
         ranks = f"{self._world_size} rank{'s' if self._world_size > 1 else ''}"
@@ -122,7 +123,9 @@ def ddp_seconds(
 
     The time of a byte is that of this run's exchanges, without the latency, at the 5 and 95 % percentiles; that of
     uncompressed sums counts as the least one if it is less, since the codec's work does not grow with DDP's bytes. With
-    this run's computation, at the same percentiles, it is put into the timing model's formula for DDP.
+    this run's computation, at the same percentiles, it is put into the timing model's formula for DDP. It is not known
+    when gradients are complete: with the shorter times, all are when the backward pass begins; with the longer ones, as
+    in dense layers.
     Returns None if the run has too few exchanges, or if their rates differ too much.
 
     Args:
@@ -141,22 +144,16 @@ def ddp_seconds(
     fast = min(fast, uncompressed.byte_seconds)
     if not 0 < slow <= WIDEST * fast:
         return None
-    alpha = uncompressed.latency / (2 * (world_size - 1))
     short, long = np.percentile([step.computing for step in exchanges], PERCENTILES)
-    low, high = (
-        _ddp_iteration(
-            LinkParams(alpha=alpha, beta=float(beta), gamma=0.0, sync=0.0), float(computing), nbytes, world_size
-        )
-        for beta, computing in ((fast, short), (slow, long))
-    )
-    return low, high
+    dense = ddp_buckets(nbytes)
+    at_once = [(0.0, size) for _, size in dense]
 
+    def iteration(byte_seconds: float, computing: float, buckets: Sequence[tuple[float, float]]) -> float:
+        alpha = uncompressed.latency / (2 * (world_size - 1))
+        link = LinkParams(alpha=alpha, beta=byte_seconds, gamma=0.0, sync=0.0)
+        seconds = [native_all_reduce_time(link, size, world_size) for _, size in buckets]
+        collectives = [(share, CollectiveTime(t, t, 0.0)) for (share, _), t in zip(buckets, seconds, strict=True)]
+        times = ComputeTimes(update=0.0, forward=FORWARD * computing, backward=(1 - FORWARD) * computing)
+        return layerwise_iteration_time(times, collectives).total
 
-def _ddp_iteration(link: LinkParams, computing: float, nbytes: Sequence[float], world_size: int) -> float:
-    """Return the time of an iteration of DDP on this link, in s."""
-    buckets = []
-    for share, size in ddp_buckets(nbytes):
-        seconds = native_all_reduce_time(link, size, world_size)
-        buckets.append((share, CollectiveTime(seconds, seconds, 0.0)))
-    times = ComputeTimes(update=0.0, forward=FORWARD * computing, backward=(1 - FORWARD) * computing)
-    return layerwise_iteration_time(times, buckets).total
+    return iteration(float(fast), float(short), at_once), iteration(float(slow), float(long), dense)
