@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd import LocalSteps, Pipelined, Windows
 from pipesgd.ddp import attach, compress
-from pipesgd.ddp.proof import LEAST_EXCHANGES, QUIET, Uncompressed, ddp_seconds
+from pipesgd.ddp.proof import QUIET
+from pipesgd.planning.ddp_time import LEAST_EXCHANGES, Uncompressed, ddp_seconds
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import FOLDED, Span, StepReport, Tally
 
