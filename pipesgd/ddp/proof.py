@@ -16,7 +16,6 @@ from pipesgd.planning.ddp_time import Uncompressed, ddp_seconds
 from pipesgd.process import say
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.strategy import Tally
-from timing_model.params import FLOAT_BYTES
 from timing_model.units import format_bytes, format_seconds
 
 QUIET = "PIPESGD_QUIET"
@@ -42,7 +41,7 @@ def probe(flight: Flight[Any], numel: int) -> Uncompressed:
 
     values = min(numel, PROBED)
     latency, whole = shortest(1, EMPTY), shortest(values, FULL)
-    sent = flight.connections.bytes_sent(FLOAT_BYTES * values)
+    sent = flight.connections.bytes_sent(torch.float32.itemsize * values)
     return Uncompressed(latency, max(0.0, whole - latency) / sent if sent else 0.0)
 
 
