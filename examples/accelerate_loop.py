@@ -24,7 +24,7 @@ def main() -> None:
 
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     pipeline = pipesgd.accelerate.attach(
-        accelerator, model, optimizer, width=2, codec="int4", updates=pipesgd.Updates(clip_norm=1.0)
+        accelerator, model, optimizer, width=2, codec="int8", updates=pipesgd.Updates(clip_norm=1.0)
     )
     for epoch in range(EPOCHS):
         for inputs, targets in batches:

@@ -24,7 +24,7 @@ def main() -> None:
         report_to=[],
     )
     trainer = Trainer(model, arguments, train_dataset=samples[64:], eval_dataset=samples[:64])
-    trainer.add_callback(PipesgdCallback(trainer, width=2, codec="int4"))
+    trainer.add_callback(PipesgdCallback(trainer, width=2, codec="int8"))
     trainer.train()
     trainer.save_model("counting/final")
     dist.destroy_process_group()

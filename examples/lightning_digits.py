@@ -31,7 +31,7 @@ def main() -> None:
     samples = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target))
     train, test = random_split(samples, [0.8, 0.2])
     trainer = pl.Trainer(
-        strategy=PipesgdStrategy(width=2, codec="int4"),
+        strategy=PipesgdStrategy(width=2, codec="int8"),
         accelerator="cpu",
         devices=2,
         max_epochs=4,

@@ -32,7 +32,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100, gamma=0.7)
 
-    with Pipelined(model, optimizer, width=2, codec="int4") as pipeline:  # joins the ranks that torchrun has started
+    with Pipelined(model, optimizer, width=2, codec="int8") as pipeline:  # joins the ranks that torchrun has started
         sampler = DistributedSampler(train, drop_last=True)
         batches = DataLoader(train, batch_size=16, sampler=sampler, drop_last=True)
         torch.manual_seed(dist.get_rank())  # another dropout on every rank

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd import ddp
-from pipesgd.checks import check_version
+from pipesgd.checks import check_several, check_version
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.ddp.attached import Attached
@@ -22,7 +22,7 @@ def attach(
     optimizer: Any,
     *,
     width: int = 2,
-    codec: str | CodecOptions | OwnCodec = "fp32",
+    codec: str | CodecOptions | OwnCodec = "int8",
     windows: Windows | None = None,
     wire: Wire | None = None,
     updates: Updates | None = None,
@@ -30,7 +30,8 @@ def attach(
     """Let the loop of an Accelerator be Pipe-SGD; the loop stays as it is. See ``pipesgd.ddp.attach``.
 
     ``accelerator.accumulate``, ``clip_grad_norm_`` and ``unwrap_model`` work as always. ``save_state`` also writes
-    each rank's pipeline into its folder, and ``load_state`` continues from it.
+    each rank's pipeline into its folder, and ``load_state`` continues from it. For a tracker, call
+    ``accelerator.log(pipeline.totals().as_metrics(), step=...)``.
 
     Args:
         accelerator: the loop's Accelerator.
@@ -51,6 +52,7 @@ def attach(
         raise UserInputError(
             f"optimizer must be what accelerator.prepare(model, optimizer) returned; got {type(optimizer).__name__}"
         )
+    check_several(accelerator.num_processes, "Accelerate")
     pipeline = ddp.attach(
         model,
         optimizer.optimizer,

@@ -80,6 +80,15 @@ def refuse(*combinations: tuple[object, str]) -> None:
             raise UserInputError(message)
 
 
+def check_several(ranks: int, who: str) -> None:
+    """Raise ``UserInputError`` if ``who`` has started one rank, whose model it does not wrap."""
+    if ranks == 1:
+        raise UserInputError(
+            f"{who} must have several ranks, since it does not wrap the model of a single one in "
+            "DistributedDataParallel: start the program with torchrun --nproc-per-node 2 program.py; got 1 rank"
+        )
+
+
 def check_left_out(options: Mapping[str, Any], in_the_loop: Mapping[str, str]) -> None:
     """Raise ``UserInputError`` for the first of ``options`` that a loop which is not pipesgd's has itself.
 

@@ -237,6 +237,9 @@ class RunConfig:
     """Exact number of iterations between checkpoints, instead of --checkpoint-seconds."""
     keep_checkpoints: int = option(3, at_least=1)
     """Number of newest checkpoints to keep."""
+    recorder: str | None = option(None, kind=kind)
+    """A function of yours for a tracker, as module:function: rank 0 calls it without arguments before training, and
+    what it returns after every iteration, as record(iteration, values)."""
     trace: bool = False
     """Write a Chrome/Perfetto trace of computation and communication, with one process row per rank."""
     log_messages: bool = False
@@ -424,7 +427,7 @@ what to resume from, and only rank 0's cluster counts."""
 
 FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
-    "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace",
+    "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace", "recorder",
 }  # fmt: skip
 """Options that may change when a run is resumed, since no weight depends on them; but where samples that are
 read by iteration draw random numbers, weights depend on --loader-workers, and such a run is not promised the same bits.

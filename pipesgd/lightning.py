@@ -124,7 +124,7 @@ def make_strategy(module: str) -> type[Any]:
             self,
             *args: Any,
             width: int = 2,
-            codec: str | CodecOptions | OwnCodec = "fp32",
+            codec: str | CodecOptions | OwnCodec = "int8",
             windows: Windows | None = None,
             wire: Wire | None = None,
             updates: Updates | None = None,
@@ -170,6 +170,13 @@ def make_strategy(module: str) -> type[Any]:
                 updates=updates,
                 scaler=getattr(self.precision_plugin, "scaler", None),
             )
+
+        def training_step(self, *args: Any, **named: Any) -> Any:
+            output = super().training_step(*args, **named)
+            pipeline, every = self.pipeline, self.lightning_module.trainer.log_every_n_steps
+            if pipeline is not None and every and (pipeline.iteration + 1) % every == 0:
+                self.lightning_module.log_dict(pipeline.totals().as_metrics())
+            return output
 
         def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
@@ -242,7 +249,7 @@ def make_fabric_strategy(module: str) -> type[Any]:
             self,
             *args: Any,
             width: int = 2,
-            codec: str | CodecOptions | OwnCodec = "fp32",
+            codec: str | CodecOptions | OwnCodec = "int8",
             windows: Windows | None = None,
             wire: Wire | None = None,
             updates: Updates | None = None,

@@ -82,7 +82,7 @@ def check_read(*sections: Any) -> None:
     """
     declared = [field for section in sections for field in _declared(section)]
     chosen = {
-        item.name: value if rules["kind"] is None or callable(value) else rules["kind"](value)
+        item.name: value if rules["kind"] is None or value is None or callable(value) else rules["kind"](value)
         for item, rules, value in declared
     }
     for item, rules, value in declared:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import statistics
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -94,6 +96,109 @@ class StepReport:
             comparison=later.comparison if later.applied or later.skipped else self.comparison,
             fell_back=self.fell_back or later.fell_back,
             width=later.width,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Totals of a pipeline's iterations so far, on this rank."""
+
+    iterations: int
+    """Number of iterations."""
+    late: int
+    """Number of iterations whose gradient is applied in a later one."""
+    iteration_seconds: float | None
+    """Median time from the end of one step to that of the next, of the last ``RECENT`` ones: the pauses for evaluations
+    and checkpoints, which few of them include, do not change it. None before the second iteration."""
+    waiting_seconds: float
+    """Mean time of an iteration in which this rank waited for gradients of other ranks."""
+    hidden_share: float | None
+    """Share of the communication that ran while this rank computed; None without communication."""
+    uncompressed_bytes: int
+    """Bytes that this rank would have sent without a codec, for gradients that are summed whole."""
+    wire_bytes: int
+    """Bytes that this rank has sent."""
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the totals by names for a logger, such as "pipesgd/hidden_share", without those that are None."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {f"pipesgd/{name}": value for name, value in values.items() if value is not None}
+
+
+RECENT = 1000
+"""Number of iterations whose times a ``Tally`` keeps."""
+FOLDED = 100
+"""Number of reports that a ``Tally`` keeps before it adds them up."""
+
+
+class Step(NamedTuple):
+    """Times of one iteration, in s."""
+
+    period: float
+    """Time since the step before it ended."""
+    computing: float
+    """Its part in which the program ran, without packing, waiting and predicting."""
+    communication: float
+    """Time that the exchange of the gradients took that arrived in it; 0 if none arrived."""
+
+
+class Tally:
+    """Reports of a pipeline's steps, added up now and then, since a step of the pipeline only puts its report here.
+
+    Args:
+        uncompressed_bytes: bytes that this rank would send in an iteration without a codec.
+    """
+
+    def __init__(self, uncompressed_bytes: int = 0):
+        self.uncompressed_bytes = uncompressed_bytes
+        self.reports: list[StepReport] = []
+        """Reports that are not added up yet."""
+        self.recent: collections.deque[Step] = collections.deque(maxlen=RECENT)
+        """Times of the last iterations, all but the first one's."""
+        self._iterations = self._late = self._wire_bytes = 0
+        self._seconds: dict[str, float] = collections.defaultdict(float)
+        self._last_end: float | None = None
+
+    def take(self, report: StepReport) -> None:
+        """Take the report of a step."""
+        self.reports.append(report)
+        if len(self.reports) >= FOLDED:
+            self.fold()
+
+    def fold(self) -> None:
+        """Add up the reports that have come since the last call."""
+        reports, self.reports = self.reports, []
+        for report in reports:
+            seconds: dict[str, float] = collections.defaultdict(float)
+            for span in report.spans:
+                seconds[span.what] += span.seconds
+            self._iterations += 1
+            self._late += report.width > 1
+            self._wire_bytes += report.wire_bytes
+            for what in seconds:
+                self._seconds[what] += seconds[what]
+            if not report.spans:
+                continue
+            end = max(span.end for span in report.spans)
+            if self._last_end is not None:
+                period = end - self._last_end
+                own = seconds["pack"] + seconds["wait"] + seconds["predict"]
+                self.recent.append(Step(period, period - own, seconds["communication"]))
+            self._last_end = end
+
+    def totals(self) -> Totals:
+        """Return the totals so far."""
+        self.fold()
+        communication, waiting = self._seconds["communication"], self._seconds["wait"]
+        periods = [step.period for step in self.recent]
+        return Totals(
+            iterations=self._iterations,
+            late=self._late,
+            iteration_seconds=statistics.median(periods) if periods else None,
+            waiting_seconds=waiting / self._iterations if self._iterations else 0.0,
+            hidden_share=hidden_share(communication, waiting),
+            uncompressed_bytes=self.uncompressed_bytes * self._iterations,
+            wire_bytes=self._wire_bytes,
         )
 
 

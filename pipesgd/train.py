@@ -70,6 +70,7 @@ from pipesgd.strategy import StepReport, Strategy
 if TYPE_CHECKING:
     from pipesgd.planning.drift import Drift
     from pipesgd.planning.planned import Planned
+    from pipesgd.run.recorder import OwnRecorder
     from pipesgd.run.trace import Trace
 
 DEFAULT_EPOCHS = 3
@@ -146,6 +147,8 @@ class Job:
     """Exchange of gradients, of each parameter with ``--reduce auto``."""
     planned: Planned | None
     """Prediction of the timing model; None if it was not asked."""
+    recorders: list[OwnRecorder]
+    """Recorders of the user's own, on rank 0."""
     lock: FolderLock | None
 
     @property
@@ -177,6 +180,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     )
     reduce = reduce_of(config, data, model, workers.world_size)
     earlier = output.earlier_run(config, ranks)
+    recorders = ranks.raise_together("recorder", lambda: own_recorders(config, ranks))
     chosen, planned, known = plan_run(
         config, ranks, model, batches, reduce, console, samples=samples, iterations=total, earlier=earlier
     )
@@ -206,8 +210,22 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         iterations=total,
         reduce=reduce,
         planned=planned,
+        recorders=recorders,
         lock=lock,
     )
+
+
+def own_recorders(config: TrainConfig, ranks: Ranks) -> list[OwnRecorder]:
+    """Return the recorder of ``--recorder``, on rank 0 alone.
+
+    Raises:
+        UserInputError: there is no such function, or it fails.
+    """
+    if config.run.recorder is None or ranks.rank > 0:
+        return []
+    from pipesgd.run.recorder import OwnRecorder
+
+    return [OwnRecorder(config.run.recorder)]
 
 
 class Run:
@@ -236,7 +254,7 @@ class Run:
         )
         self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
         self.trace = self._trace()
-        self._recorders: list[MetricsWriter | ProgressBar] = []
+        self._recorders: list[MetricsWriter | ProgressBar | OwnRecorder] = []
         self._history = History()
         """Numbers of all iterations on rank 0, with those before this attempt; empty on the other ranks."""
         self._paces = array("d")
@@ -318,6 +336,7 @@ class Run:
             self._recorders.append(writer)
             bar = ProgressBar(job.console, total=job.iterations, start=self.start)
             self._recorders.append(self._stack.enter_context(bar))
+            self._recorders += [self._stack.enter_context(contextlib.closing(one)) for one in job.recorders]
         # Pushed last, so it runs first: the others must not take this rank for dead while it closes the rest.
         self._stack.push(functools.partial(report_failure, ranks))
         drift = self._drift()

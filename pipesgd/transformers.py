@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipesgd.checks import check_version
+from pipesgd.checks import check_several, check_version
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.ddp.attached import Attached, attach, with_clipping
@@ -47,7 +47,7 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
         trainer: Any,
         *,
         width: int = 2,
-        codec: str | CodecOptions | OwnCodec = "fp32",
+        codec: str | CodecOptions | OwnCodec = "int8",
         windows: Windows | None = None,
         wire: Wire | None = None,
         updates: Updates | None = None,
@@ -70,6 +70,7 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
                 of ranks than the one that saved the checkpoint, or the optimizer is schedule-free.
             RunError: the checkpoint has no usable pipeline of this rank.
         """
+        check_several(args.world_size, "the Trainer")
         if self.pipeline is not None:  # an error or Ctrl-C ended the last training
             interrupted = RunError("the training before this one was interrupted")
             self.pipeline.__exit__(RunError, interrupted, None)
@@ -85,6 +86,14 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
         )
         if state.global_step:
             self._file(args, state).load(self.pipeline, state.global_step)
+        callbacks = self._trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)  # before those that write to trackers what on_log adds
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **others: Any) -> None:
+        """Add the pipeline's totals to what the Trainer logs, as "pipesgd/hidden_share"."""
+        if self.pipeline is not None:
+            logs |= self.pipeline.totals().as_metrics()
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Save this rank's pipeline in the folder of the checkpoint."""

@@ -45,7 +45,7 @@ class Loop:
         self.pipeline: Any = None
         if name in ("attach", "compress"):
             self.model = DistributedDataParallel(model, **options.pop("of_ddp", {}))
-            make: Any = functools.partial(attach, width=int(width)) if name == "attach" else compress
+            make: Any = functools.partial(attach, width=int(width), codec="fp32") if name == "attach" else compress
             self.pipeline = make(self.model, *(() if name == "compress" else (optimizer,)), **sections(**options))
         elif name == "Pipelined":
             options.pop("of_ddp", None)

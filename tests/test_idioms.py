@@ -50,7 +50,7 @@ class Program:
         if kind == "compress":
             self.pipelines = [compress(self.parallel, codec="fp32")]
         elif kind == "attach":
-            self.pipelines = [attach(self.parallel, optimizers[0], width=int(width))]
+            self.pipelines = [attach(self.parallel, optimizers[0], width=int(width), codec="fp32")]
         elif kind == "Pipelined":
             self.pipelines = [Pipelined(model, optimizer, width=int(width)) for optimizer in optimizers]
         self.steps = [one.step for one in (self.pipelines if kind == "Pipelined" else optimizers)]

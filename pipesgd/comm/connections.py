@@ -159,6 +159,12 @@ class Connections:
             )
         return self._scheduled(self._schedule, codec)
 
+    def bytes_sent(self, nbytes: int) -> int:
+        """Return about how many bytes this rank sends in the all-reduce of ``nbytes``, uncompressed."""
+        if self._name == "native":
+            return round(2 * (self.ranks.world_size - 1) / self.ranks.world_size * nbytes)
+        return round(len(self._schedule.sends) / self._schedule.chunks * nbytes)
+
     def all_gather(self) -> AllReduce:
         """Return an all-gather, which completes a flat tensor of p equal parts of which each rank has set its own."""
         return self._scheduled(gather_ring(self.ranks.rank, self.ranks.world_size), Uncompressed())

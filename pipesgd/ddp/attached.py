@@ -31,6 +31,7 @@ from pipesgd.ddp.hook import (
     step_without_gradient,
 )
 from pipesgd.ddp.local_steps import AttachedLocalSteps
+from pipesgd.ddp.proof import Proof
 from pipesgd.errors import UserInputError, warn
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
@@ -57,7 +58,7 @@ def attach(
     optimizer: torch.optim.Optimizer,
     *,
     width: int = 2,
-    codec: str | CodecOptions | OwnCodec = "fp32",
+    codec: str | CodecOptions | OwnCodec = "int8",
     windows: Windows | None = None,
     wire: Wire | None = None,
     updates: Updates | None = None,
@@ -215,6 +216,10 @@ class AttachedPipeline(OnPipeline):
         self._places = {id(parameter): place for place, parameter in enumerate(cut.parameters)}
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
         self._loop_hooks.before_forward_of(ddp_model, self.before_forward)
+        start = " after a synchronous start" if width > 1 and updates.synchronous_start else ""
+        # DDP knows no limit of the rate, which exchanges of this run would show.
+        trained = [one for one in ddp_model.parameters() if one.requires_grad and wire.rate_limit is None]
+        self._proof = Proof(f"width {width}{start}", self.pipeline.flight, self._codec_options, self.tally, trained)
 
     def step(self) -> StepReport:
         """Refuse: the loop's ``optimizer.step`` is the step."""
@@ -263,6 +268,8 @@ class AttachedPipeline(OnPipeline):
             raise
         finally:
             self.pipeline.close(error)
+        if not self.pipeline.error:
+            self._proof.end()
 
     # ---- 1. backward
 
@@ -448,6 +455,7 @@ class AttachedPipeline(OnPipeline):
             raise
         predict = Span("predict", self.iteration - 1, begin, time.perf_counter())
         self.report = dataclasses.replace(self.report, spans=(*self.report.spans, predict))
+        self.tally.take(self.report)
 
     def _catch_up(self) -> None:
         """Apply what else is due: the loop steps with one gradient an iteration, but where the width falls, two are."""

@@ -19,6 +19,7 @@ from pipesgd.codecs.options import BUCKET_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import BucketHook, check_dense_embeddings, check_model, done, gradients_of, register_comm_hook
+from pipesgd.ddp.proof import Proof
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, on_device
 from pipesgd.functions import OWN, kind
@@ -29,7 +30,7 @@ from pipesgd.ranks import current
 from pipesgd.reducers.base import OfParameters
 from pipesgd.rules import CODEC, check_rules, options_of_sections
 from pipesgd.sections import Wire, differing
-from pipesgd.strategy import Span, StepReport
+from pipesgd.strategy import Span, StepReport, Tally, Totals
 
 
 def compress(
@@ -109,7 +110,10 @@ class CompressedBuckets:
         self._of_buckets: BucketHook | None = None
         try:
             self.flight.connect()
+            self.tally = Tally(self.flight.uncompressed_bytes())
+            """Reports of all backward passes, which ``totals`` adds up."""
             self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
+            self._proof = Proof("compress", self.flight, options, self.tally, self._parameters)
         except BaseException:
             self._end()
             raise
@@ -130,6 +134,10 @@ class CompressedBuckets:
         else:
             flight.leave(outgoing, number)
         return done(bucket.buffer())
+
+    def totals(self) -> Totals:
+        """Return the totals of all iterations so far: times, hidden share and bytes."""
+        return self.tally.totals()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of iterations and this rank's state of the codec, needed to continue after a restart.
@@ -162,6 +170,7 @@ class CompressedBuckets:
             if not flight.thread.failed:
                 with contextlib.suppress(UserInputError):  # closed before
                     flight.meet("close", self.iteration, flight.wait_for_all).result()
+                    self._proof.end()
         finally:
             self._end()
 
@@ -197,6 +206,7 @@ class CompressedBuckets:
             wire_bytes=flight.wire_bytes(gradient, range(last + 1)),
             gradient_norm=arrived.norm if arrived.finite else None,
         )
+        self.tally.take(self.report)
         self.iteration += 1
 
     # ---- State of the codec, which belongs to the parameters

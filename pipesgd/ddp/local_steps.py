@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import (
     LoopHooks,
@@ -25,6 +26,7 @@ from pipesgd.ddp.hook import (
     done,
     step_without_gradient,
 )
+from pipesgd.ddp.proof import Proof
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import are_finite
 from pipesgd.optim.optimizer_copy import without_effect
@@ -100,11 +102,14 @@ class AttachedLocalSteps(OnPipeline):
             ranks=ranks or current(wire.timeout, process_group or ddp_model.process_group),
         )
         super().__init__(self._steps.pipeline)
+        self.tally = self._steps.tally
         self.owns_optimizer = True
         self._steps.own_steps.remove()  # the loop takes them
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
         if scaler is not None and self._scaled:
             self._loop_hooks.before_update_of(scaler, self.before_scaler_update)
+        how = f"width {width}, {windows.local_steps} local steps an exchange"
+        self._proof = Proof(how, self.pipeline.flight, codec_options(codec), self.tally, ())
 
     def step(self) -> StepReport:
         """Refuse: the loop's ``optimizer.step`` is the step."""
@@ -148,6 +153,8 @@ class AttachedLocalSteps(OnPipeline):
             raise
         finally:
             self._steps.close()
+        if not self.pipeline.error:
+            self._proof.end()
 
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Leave a bucket of gradients as it is; refuse it once nothing exchanges what it moves."""

@@ -261,6 +261,10 @@ class Flight(Generic[Known]):
         whole = [buckets[number] for number in numbers if exchange[number] == WHOLE]
         return sum(self.reducer.wire_bytes(bucket, gradient.iteration) for bucket in whole)
 
+    def uncompressed_bytes(self) -> int:
+        """Return the bytes that this rank would send for a gradient that is summed whole and without a codec."""
+        return self.connections.bytes_sent(sum(one.numel() * one.element_size() for one in self.layout.tensors))
+
     def _add_carried(self, outgoing: Outgoing, number: int) -> None:
         """Add what earlier sums have left out, if anything is carried."""
         bucket, world_size = outgoing.buffer.buckets[number], self.ranks.world_size

@@ -315,8 +315,11 @@ class LocalSteps(OnPipeline):
     def finish(self, report: StepReport) -> StepReport:
         """End the window, after an iteration of which ``report`` is, if it is long enough."""
         if self.window.steps < (1 if self.iteration <= self._start else self._local_steps):
-            return dataclasses.replace(report, width=self.pipeline.width_now)
-        return report.followed_by(self._exchange())
+            report = dataclasses.replace(report, width=self.pipeline.width_now)
+        else:
+            report = report.followed_by(self._exchange())
+        self.tally.take(report)
+        return report
 
     def flush(self) -> StepReport:
         """Exchange the window so far, if there is one, and apply all movements in flight. Collective.

@@ -10,7 +10,7 @@ from typing import Any
 from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks
-from pipesgd.strategy import StepReport, Strategy
+from pipesgd.strategy import StepReport, Strategy, Tally, Totals
 
 
 class OnPipeline(Strategy):
@@ -25,6 +25,8 @@ class OnPipeline(Strategy):
         self.module = pipeline.model
         """Model that is trained."""
         self.replicated = True
+        self.tally = Tally(pipeline.flight.uncompressed_bytes())
+        """Reports of all steps, which ``totals`` adds up."""
 
     @property
     def iteration(self) -> int:  # type: ignore[override]
@@ -40,6 +42,10 @@ class OnPipeline(Strategy):
     def all_ranks(self) -> list[Ranks]:
         """The ranks that exchange gradients and, with islands, the members of this rank's island."""
         return self.pipeline.all_ranks
+
+    def totals(self) -> Totals:
+        """Return the totals of all steps so far: iterations, times, hidden share and bytes."""
+        return self.tally.totals()
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:

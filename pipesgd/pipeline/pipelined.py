@@ -29,7 +29,7 @@ from pipesgd.reducers.base import Hooks
 from pipesgd.reducers.make import check_eligible, check_momentum, gathering
 from pipesgd.rules import PARTS, REDUCE, check_rules, options_of_sections
 from pipesgd.sections import Updates, Wire
-from pipesgd.strategy import Span, StepReport
+from pipesgd.strategy import FOLDED, Span, StepReport
 from timing_model.buckets import WHOLE
 
 
@@ -233,7 +233,11 @@ class Pipelined(OnPipeline):
             if self._leaving is not None:
                 self._leaving.begin_iteration()
         # 3. to 5. Wait, apply and predict.
-        return pipeline.advance(gradient, numbers, outgoing.packs)
+        report = pipeline.advance(gradient, numbers, outgoing.packs)
+        self.tally.reports.append(report)
+        if len(self.tally.reports) == FOLDED:
+            self.tally.fold()
+        return report
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Let backward passes add up, and no bucket leave, while the context is open. Without ``buckets`` gradients are

@@ -77,6 +77,20 @@ def step_seconds(report: StepReport, iteration_seconds: float, loading: float) -
     }
 
 
+def scalars_of(metrics: IterationMetrics) -> dict[str, float | None]:
+    """Return the numbers of an iteration by the names of TensorBoard's curves; None for those that are not known."""
+    return {
+        "train/loss": metrics.loss,
+        "train/lr": metrics.lr,
+        "train/samples_per_second": metrics.samples_per_second,
+        "prediction/cosine": metrics.prediction_cosine,
+        "prediction/error": metrics.prediction_error,
+        "test/accuracy": metrics.test_accuracy,
+        "test/loss": metrics.test_loss,
+        **{f"seconds/{name}": value for name, value in metrics.seconds.items()},
+    }
+
+
 SLOW_SHARE = 0.05
 """Smallest share of an iteration that a slow rank must cost to be named."""
 
@@ -170,17 +184,7 @@ class MetricsWriter:
         losses = {"loss": metrics.loss, "test_loss": metrics.test_loss}
         finite = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
         self._lines.write((json.dumps(asdict(metrics) | finite) + "\n").encode())
-        scalars = {
-            "train/loss": metrics.loss,
-            "train/lr": metrics.lr,
-            "train/samples_per_second": metrics.samples_per_second,
-            "prediction/cosine": metrics.prediction_cosine,
-            "prediction/error": metrics.prediction_error,
-            "test/accuracy": metrics.test_accuracy,
-            "test/loss": metrics.test_loss,
-            **{f"seconds/{name}": value for name, value in metrics.seconds.items()},
-        }
-        self._add(metrics.iteration, scalars)
+        self._add(metrics.iteration, scalars_of(metrics))
 
     def record_last(self, iterations: int, accuracy: float | None, loss: float) -> None:
         """Write the evaluation after all ``iterations`` into the events: metrics.jsonl has no line for it.
@@ -189,7 +193,7 @@ class MetricsWriter:
         """
         self._add(iterations, {"test/accuracy": accuracy, "test/loss": loss})
 
-    def _add(self, iteration: int, scalars: dict[str, float | None]) -> None:
+    def _add(self, iteration: int, scalars: Mapping[str, float | None]) -> None:
         self._events.add(iteration, {name: value for name, value in scalars.items() if value is not None})
 
     def flush(self) -> None:

@@ -234,7 +234,7 @@ def _by_attached(ranks: Ranks, name: str, **options: Any) -> tuple[list[Any], An
     ddp_model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = SCHEDULES[name][0](optimizer)
-    pipeline, reports = attach(ddp_model, optimizer, **options), []
+    pipeline, reports = attach(ddp_model, optimizer, codec="fp32", **options), []
     for iteration, (inputs, targets) in enumerate(_batches(ranks.rank)):
         optimizer.zero_grad()
         cross_entropy(ddp_model(inputs), targets).backward()
@@ -389,7 +389,7 @@ def _loads_into_a_smaller_width(ranks: Ranks) -> list[tuple[int, ...]]:
     model = _model()
     model.load_state_dict(weights)
     ddp_model, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    attached, applied = attach(ddp_model, optimizer, ranks=ranks, init_sync=False), []
+    attached, applied = attach(ddp_model, optimizer, codec="fp32", ranks=ranks, init_sync=False), []
     attached.load_state_dict(state)
     for inputs, targets in batches[5:7]:
         optimizer.zero_grad()
