@@ -9,6 +9,7 @@ import pytest
 import torch
 from _ranks import run_as_ranks
 from _runs import EXAMPLES
+from conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +39,13 @@ def losses(program: str, folder: Path) -> list[float]:
 def test_three_lines_are_all_that_it_has_of_pipesgd() -> None:
     assert TEXT.count("\n") - plain().count("\n") == 3
     assert "pipesgd" not in plain().partition('"""\n\n')[2]
+
+
+def test_the_readme_shows_these_lines() -> None:
+    page = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\+ (.*)$", page.partition("```diff\n")[2].partition("```")[0], re.MULTILINE)
+    marked = [line.removesuffix("# pipesgd").strip() for line in TEXT.splitlines() if line.endswith("# pipesgd")]
+    assert shown == marked
 
 
 def test_it_trains_as_with_ddp_compressed_and_attached(tmp_path: Path) -> None:
