@@ -68,7 +68,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.4 * 1e3 * max(row["iteration_s"] for row in rows))
     best = max(row["times_as_fast_as_ddp"] for row in rows if row["system"] not in (DDP, "local"))
-    title = f"emulated {rows[0]['panel']}, width {WIDTH}: up to {best:.1f} times as fast as DDP"
+    title = f"emulated {rows[0]['panel']}, width {WIDTH}: up to {best:.1f}x as fast as DDP"
     axes.set(title=title, xlabel="time of an iteration (ms)")
     return axes
 
