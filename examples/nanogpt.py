@@ -140,6 +140,7 @@ def main() -> None:
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
     state.close()  # pipesgd
+    dist.barrier()  # gloo may hang or abort a rank that ends while another one is still connected
     dist.destroy_process_group()
 
 

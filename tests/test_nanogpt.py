@@ -32,7 +32,7 @@ def losses(program: str, folder: Path) -> list[float]:
     short, count = re.subn(rf"^{names} = .*$", f"{names} = 60, 20, 8", program, flags=re.MULTILINE)
     assert count == 1
     (folder / "program.py").write_text(short, encoding="utf-8")
-    printed = run_as_ranks(2, folder / "program.py", folder, deadline=300)
+    printed = run_as_ranks(2, folder / "program.py", folder)
     return [float(loss) for loss in re.findall(r"^step \d+: .* val loss ([\d.]+)$", printed, re.MULTILINE)]
 
 
@@ -50,7 +50,9 @@ def test_the_readme_shows_these_lines() -> None:
 
 def test_it_trains_as_with_ddp_compressed_and_attached(tmp_path: Path) -> None:
     assert COMPRESSED in TEXT
-    programs = {"ddp": plain(), "compress": TEXT, "attach": TEXT.replace(COMPRESSED, ATTACHED)}
+    # Torch's own DDP now and then hangs where the program ends, when its last objects go: it ends before.
+    ddp = plain().replace("    dist.destroy_process_group()\n", "    os._exit(0)\n")
+    programs = {"ddp": ddp, "compress": TEXT, "attach": TEXT.replace(COMPRESSED, ATTACHED)}
     found = {name: losses(program, tmp_path / name) for name, program in programs.items()}
     for name, own in found.items():
         assert len(own) == 4
