@@ -59,7 +59,7 @@ lint: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 
 # The doors into other frameworks, and the peers of comparisons, with the real packages.
 test-integrations: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
-	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning,transformers]" lightning torchft==0.2.0
+	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning,transformers]" lightning peft torchft==0.2.0
 	$(BIN)/pytest $(WORKERS) tests/integrations
 
 # What leans most on torch, with another version of it (make test-torch TORCH=torch==2.14.1), in an environment of its own:

@@ -31,6 +31,8 @@ RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 """Rates of the table, as they are written for people."""
 SHOWN = ("ddp", "ddp-fp16", "pipesgd", "pipesgd-int8", "pipesgd-int4", "local")
 DDP = "ddp"
+WIDTH = 2
+"""Iterations in flight of the systems named pipesgd."""
 COLUMNS = ("iteration_s", "times_as_fast_as_ddp", "times_as_fast_as_ddp_low", "times_as_fast_as_ddp_high", "rounds")
 """Columns that are those of the table."""
 COLOURS = {"DDP": PURPLE, "pipesgd": BLUE, "no": GREY}
@@ -66,7 +68,8 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.4 * 1e3 * max(row["iteration_s"] for row in rows))
     best = max(row["times_as_fast_as_ddp"] for row in rows if row["system"] not in (DDP, "local"))
-    axes.set(title=f"{rows[0]['panel']}: up to {best:.1f} times as fast as DDP", xlabel="time of an iteration (ms)")
+    title = f"emulated {rows[0]['panel']}, width {WIDTH}: up to {best:.1f}x as fast as DDP"
+    axes.set(title=title, xlabel="time of an iteration (ms)")
     return axes
 
 

@@ -8,6 +8,7 @@ A quote is what stands between ``<!-- KIND: WORDS -->`` and ``<!-- /KIND -->`` i
 ``made by``   the commands, commits and machines of results
 ``equation``  the equations of a function of the timing model
 ``output``    what a step of the tutorial has printed, from the line that begins with a text
+``plans``     a table of questions, ``timing-model plan ...``; the cells behind a question are the planner's answer
 ``archived``  text on a result whose experiment is archived, which stays as it is and names the commit
 
 For example, ``systems workload=mlp rate=200mbit computes=75ms {system=ddp iteration_s 1e3 .0f} ms``. Braces hold
@@ -21,9 +22,12 @@ part in double brackets is left out where it has no figure, and so is a cell.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
+import io
+import json
 import operator
 import re
 import shlex
@@ -39,6 +43,8 @@ from experiments.results import REPOSITORY, RESULTS, Row, command_of, grouped, l
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
+from timing_model import cli as planner
+from timing_model.units import format_seconds
 
 DOCS = REPOSITORY / "docs"
 PAGES = (REPOSITORY / "README.md", *(page for page in sorted(DOCS.glob("*.md")) if page.stem != "gallery"))
@@ -220,6 +226,32 @@ def output(words: str) -> str:
     return "\n".join(["```text", *lines[begins[0] :], "```"])
 
 
+def answers(question: str) -> list[str]:
+    """Return an iteration with DDP, with no gradient late, and as the plan chooses, each as a cell."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert planner.main([*shlex.split(question)[1:], "--json"]) == 0
+    found = json.loads(printed.getvalue())
+    ddp, best = found["ddp"]["score"], found["best"]
+    cells = [format_seconds(ddp)]
+    for one in (found["synchronous"] if best["width"] > 1 else best, best):
+        words = [one["codec"], f"{one['buckets']} buckets" if one["buckets"] != "1" else "", f"width {one['width']}"]
+        named = ", ".join(word for word in words if word and word != "width 1")
+        cells.append(f"{format_seconds(one['score'])}, {ddp / one['score']:.1f}x: {named}")
+    return [*cells[:2], "the same" if cells[1] == cells[2] else cells[2]]
+
+
+def answered(text: str) -> str:
+    """Return a table whose lines end with what the planner answers now to the question in them."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        cells = cells_of(line)
+        asked = [place for place, one in enumerate(cells) if one.startswith("`timing-model plan ")]
+        if asked:
+            lines[number] = f"| {' | '.join([*cells[: asked[0] + 1], *answers(cells[asked[0]].strip('`'))])} |"
+    return "\n".join([*lines, ""])
+
+
 BLOCKS: dict[str, Callable[[str], str]] = {
     "table": table,
     "made by": made_by,
@@ -227,6 +259,8 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     "output": output,
 }
 """Quotes that are paragraphs of their own."""
+WITHIN: dict[str, Callable[[str], str]] = {"plans": answered, "archived": str}
+"""Quotes that are made again from the text in them."""
 
 
 def requoted(text: str) -> str:
@@ -241,10 +275,10 @@ def requoted(text: str) -> str:
             made = cell(brace + template, described(chosen))
             if not made:
                 raise UserInputError(f"a quoted value must be one; got none for {words}")
-        elif kind == "archived":
-            made = found["text"]
+        elif kind in WITHIN:
+            made = WITHIN[kind](found["text"])
         else:
-            raise UserInputError(f"a quote must be one of {', '.join(['value', *BLOCKS, 'archived'])}; got {kind}")
+            raise UserInputError(f"a quote must be one of {', '.join(['value', *BLOCKS, *WITHIN])}; got {kind}")
         return found[0].removesuffix(f"{found['text']}<!-- /{kind} -->") + f"{made}<!-- /{kind} -->"
 
     return QUOTE.sub(quote, text)

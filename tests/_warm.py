@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import os
 import sys
 import threading
@@ -66,6 +67,8 @@ for name in IMPORTS:
     importlib.import_module(name)
 held()  # looks for what cases may change
 parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
+if importlib.util.find_spec("tqdm"):  # of Lightning and Transformers; torch.compile would start the thread of its bars
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0
 _compile_once()
 # On a machine without compiled loops, two processes of tests meet in the middle: each keeps them on disk for the other.
 backwards = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from experiments.figures import manifest
-from experiments.quotes import BLOCKS, PAGES, QUOTE, requoted, table, value, written
+from experiments.quotes import BLOCKS, PAGES, QUOTE, WITHIN, answered, requoted, table, value, written
 from experiments.results import RESULTS, Row, load
 from experiments.tutorial import steps
 from pipesgd.errors import UserInputError
+from timing_model.cli import main as main_of_timing_model
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -42,7 +43,7 @@ def test_quotes_are_those_of_the_results(page: Path) -> None:
 def test_every_quote_of_a_page_is_one_that_is_read(page: Path) -> None:
     """A quote without its end, or with a kind that does not exist, would never be compared."""
     text = page.read_text(encoding="utf-8")
-    kinds = "|".join(["quote", "value", *BLOCKS, "archived"])
+    kinds = "|".join(["quote", "value", *BLOCKS, *WITHIN])
     assert not re.search(rf"<!-- (?:/|(?:{kinds}):)", QUOTE.sub("", text))
     # A comment at the beginning of a line begins a block of HTML, in which Markdown is not read.
     assert not re.search(r"^<!-- value:", text, re.MULTILINE)
@@ -133,6 +134,20 @@ def test_a_table_has_a_line_for_every_group_and_no_cell_without_its_figures(tmp_
     assert table("times by why\n| what | why |\n| {system} | {why} |", tmp_path).splitlines()[2:] == [
         "| int4 | not \\| run |"
     ]
+
+
+def test_cells_behind_a_question_are_what_the_planner_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    question = "timing-model plan --latency 100us --bandwidth 95Mbit/s --world-size 2 --compute 1s --model resnet50"
+    head = "| case | question | DDP | no gradient late | choice |\n|---|---|---|---|---|\n"
+    made = answered(f"{head}| home | `{question}` | 1 s | 2 s |\n\n")
+    assert made == (
+        f"{head}| home | `{question}` | 9.35 s | 1.54 s, 6.1x: int4, 16 buckets | 1.16 s, 8.0x: int4, width 2 |\n\n"
+    )
+    assert main_of_timing_model(question.split()[1:]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^ +ddp, no codec +9.35 s", said, re.MULTILINE)
+    assert re.search(r"^ +synchronous, int4, ring, buckets 16 +1.54 s", said, re.MULTILINE)
+    assert re.search(r"^\* +pipelined, width 2, int4, ring +1.16 s", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_a_bar_ends_at_its_number_and_says_how_many_times_as_fast_it_is() -> Non
             assert text.get_text().split()[0] == f"{bar.get_width():.0f}"
             assert text.get_text().endswith("ms" if row["system"] == "ddp" else "x")
         assert [label.get_text() for label in axes.get_yticklabels()][-1] == "no network at all"
+        assert axes.get_title(loc="left").startswith(f"emulated {panel}, width 2: ")
 
 
 # fig05: the timing model.

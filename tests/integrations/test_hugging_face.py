@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from _runs import EXAMPLES, on_a_gpu, run_program, run_scenario
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
@@ -129,3 +130,12 @@ def test_the_example_of_the_trainer_learns_and_saves(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"'eval_loss': '?([\d.e-]+)", output)]
     assert losses[-1] < 0.1 < losses[0]
     assert (tmp_path / "counting" / "final" / "model.safetensors").is_file()
+
+
+def test_the_example_of_adapters_learns_and_saves_them_alone(tmp_path: Path) -> None:
+    output = run_program(EXAMPLES / "hf_lora.py", tmp_path, deadline=170)
+    losses = [float(loss) for loss in re.findall(r"'eval_loss': '?([\d.e-]+)", output)]
+    assert losses[-1] < losses[0] < 5.0, "next to 5.5, the logarithm of 256, of a model that knows nothing"
+    saved = load_file(tmp_path / "lora" / "adapters" / "adapter_model.safetensors")
+    assert saved
+    assert all(".lora_" in name for name in saved)

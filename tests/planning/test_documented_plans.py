@@ -39,7 +39,8 @@ from timing_model.presets import NETWORKS
 pytestmark = pytest.mark.slow
 
 QUESTION = re.compile(r"`timing-model (plan [^`|]+ --[^`|]+)`")
-OPTIONS = re.compile(r"--(?!accuracy-cost)[a-z-]+ [\w.]+(?: --[a-z-]+ [\w.]+)*")
+VALUE = r"[\w.]+(?:-[a-z]+)*"
+OPTIONS = re.compile(rf"--(?!accuracy-cost)[a-z-]+ {VALUE}(?: --[a-z-]+ {VALUE})*")
 """Options in a sentence, one after the other."""
 CALL = re.compile(r"(?:pipesgd\.(?!Wire)[\w.]+|DistributedDataParallel|model\.register_comm_hook)\(")
 
