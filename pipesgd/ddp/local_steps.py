@@ -130,6 +130,10 @@ class AttachedLocalSteps(OnPipeline):
         """Raise what ``load_state_dict`` raises before it changes anything: see ``LocalSteps``."""
         self._steps.check_state(state)
 
+    def of_members(self, alike: dict[str, Any], taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state with which this rank takes over from other ranks; see ``LocalSteps``."""
+        return self._steps.of_members(alike, taken)
+
     def load_checked(self, state: dict[str, Any]) -> None:
         """Drop the iteration that was interrupted, if any, and continue from ``state``."""
         self._computed = False
