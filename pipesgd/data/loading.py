@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, TypeAlias
@@ -112,6 +113,15 @@ class ShardedBatches:
         self._seed = seed
         self._loader_workers = loader_workers
         self._augmentation = augmentation
+
+    def continue_record(self, state: Mapping[str, Any], iteration: int) -> None:
+        """Let the present ranks take the samples that follow ``iteration`` iterations of a record's ``state_dict``."""
+        ranks, record = self.record.spans[-1].ranks, self.record.continued(state)
+        first = record.spans[0].ranks
+        if first != ranks:
+            slices = len(self._dataset) // self._batch_size
+            record = replace(record, length=slices // first * first or slices)  # data may be fewer than they were
+        self.record = record.changed(iteration, ranks)
 
     @property
     def iterations_per_epoch(self) -> int:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 
-def former_ranks(before: int, rank: int, world_size: int) -> list[int]:
+def former_ranks(before: int, rank: int, world_size: int) -> range:
     """Return the former ranks, of ``before``, whose state this rank of ``world_size`` ranks takes over.
 
-    >>> [former_ranks(5, rank, 3) for rank in range(3)]
+    >>> [list(former_ranks(5, rank, 3)) for rank in range(3)]
     [[0, 3], [1, 4], [2]]
-    >>> former_ranks(1, 1, 2)
+    >>> list(former_ranks(1, 1, 2))
     []
     """
-    return list(range(rank, before, world_size))
+    return range(rank, before, world_size)
 
 
 class Span(NamedTuple):
