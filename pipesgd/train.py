@@ -292,13 +292,13 @@ class Run:
                 own = (f" of {named(changed)}", f" on rank {changed[0]}")
                 whose, where = own if self.job.data.sharded else ("", "")
                 self.job.say(OTHER_DATA.format(whose=whose, then=then, now=now, where=where, total=total))
-            before, own = found.world_size, found.own
+            before, state = found.world_size, found.own
             assert before is not None, "it was read"
             others = None if before == workers.world_size else found.others
             if workers.rank >= before:
-                own = own | self.state.of_new_rank(found.iteration)
+                state = state | self.state.of_new_rank(found.iteration)
             workers.raise_together(
-                "a restored checkpoint", functools.partial(self.state.restore, found.shared, own, others)
+                "a restored checkpoint", functools.partial(self.state.restore, found.shared, state, others)
             )
             if others is not None:
                 self.job.say(OTHER_RANKS.format(before=before, now=workers.world_size))

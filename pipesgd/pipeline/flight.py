@@ -35,7 +35,7 @@ from pipesgd.flat_buffer import (
 )
 from pipesgd.pipeline.in_flight import WHOLE, InFlight, Known, Layout, Outgoing, Reduction
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.base import Undo, added_up, as_real
+from pipesgd.reducers.base import Undo, added_by_place, as_real
 from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
 from pipesgd.replicas import SumOverRanks, nonfinite_ranks, sum_buffer
 from pipesgd.sections import Wire
@@ -268,8 +268,9 @@ class Flight(Generic[Known]):
 
     def _carry(self, values: Mapping[int, Tensor]) -> None:
         """Add ``values`` to those that the next gradient gets in addition."""
-        for place, value in values.items():  # more than one, if there was no gradient since the last change of ranks
-            self.carried[place] = value + self.carried[place] if place in self.carried else value
+        self.carried = added_by_place(
+            [self.carried, values]
+        )  # both, if no gradient left since the last change of ranks
 
     # ---- 3. On the communication thread
 
@@ -422,9 +423,7 @@ class Flight(Generic[Known]):
         if self.ranks.world_size == 1:  # a single rank sends nothing, and would never add what others left out
             left_out.append(dict(enumerate(reducer["residuals"])))
             reducer["residuals"] = []
-        places = sorted(set().union(*left_out))
-        carried = {place: added_up([[one[place]] for one in left_out if place in one])[0] for place in places}
-        return {"reducer": reducer, "carried": carried}
+        return {"reducer": reducer, "carried": added_by_place(left_out)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``UserInputError`` if ``state`` is of gradients of other sizes."""

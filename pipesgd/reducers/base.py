@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -166,6 +166,12 @@ def check_kept(kept: Sequence[Tensor], buckets: Sequence[Sequence[Tensor]]) -> N
 def added_up(residuals: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return the sums of the residuals of several ranks, for each flat tensor."""
     return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*residuals, strict=True)]
+
+
+def added_by_place(values: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
+    """Return the sums of ``values``, each by its place, where some may have none."""
+    places = sorted(set().union(*values))
+    return {place: torch.stack([one[place] for one in values if place in one]).sum(0) for place in places}
 
 
 class Undo:

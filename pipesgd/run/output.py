@@ -238,6 +238,8 @@ def _read(path: Path) -> dict[str, Any]:
         options, world_size, planned = earlier["options"], earlier["world_size"], earlier.get("planned")
         if not isinstance(options, dict) or type(world_size) is not int or not isinstance(planned, dict | None):
             raise TypeError("its world_size, options, or planned is of another type")
+        if world_size < 1:
+            raise ValueError(f"its world_size is {world_size}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         cause = " ".join(f"{type(failure).__name__}: {failure}".split())
         raise CheckpointError(f"{path} must describe the run to resume; it cannot be read: {cause}") from None
