@@ -74,6 +74,7 @@ EXPERIMENTS = (
     Experiment(name="one_weird_trick", words="one_weird_trick", minutes=40, ranks=4),
     Experiment(name="faults", words="faults", minutes=20),
     Experiment(name="kill_anywhere", words="kill_anywhere", minutes=5),
+    Experiment(name="changing_ranks", words="changing_ranks", minutes=10),
     Experiment(name="kill_testbed", words="kill_testbed", minutes=3),
     Experiment(name="encrypted_network", words="encrypted_network", minutes=5),
     Experiment(name="bench_all_reduce_100mbit", words="bench_all_reduce --rate 100mbit", minutes=20),

@@ -144,7 +144,7 @@ class ShardedBatches:
         for i in count(iteration):
             epoch, number = self.record.slice_of(i, self._rank)
             if epoch != present and not self._dataset.in_order:
-                order = _epoch_order(samples, self._seed, epoch)
+                order = epoch_order(samples, self._seed, epoch)
             present, start = epoch, number * self._batch_size
             yield epoch, order[start : start + self._batch_size]
 
@@ -163,7 +163,7 @@ def evaluation_batches(
     return _load(_Samples(dataset), batches, min(loader_workers, len(batches)))
 
 
-def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
+def epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return a permutation of the samples, int64 (num_samples,)."""
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch_seed(seed, epoch)))
 
