@@ -19,8 +19,8 @@ STAMPS := $(subst $(empty) $(empty),\ ,$(VENV))
 BIN := "$(VENV)/bin"
 SOURCES := $(shell find pipesgd timing_model -type f -not -name '*.pyc')
 
-.PHONY: train test check test-systems test-processes test-all lint test-integrations test-torch figures quotes docs \
-	experiments clean
+.PHONY: train test check test-systems test-processes test-exhaustive test-all lint test-integrations test-torch \
+	figures quotes docs experiments clean
 .NOTPARALLEL:
 
 train: $(STAMPS)/train.stamp $(STAMPS)/wheel.stamp
@@ -42,9 +42,13 @@ test-systems: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 test-processes: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier processes
 
+# Cases of long tests of all tiers, of which every change tries a few (tests/tiers.toml).
+test-exhaustive: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
+	$(BIN)/pytest $(WORKERS) --tier exhaustive
+
 # Before a release: all of these, the doors with the real packages, every case of wrong input, and a hundred killed runs.
 # Enter the date in experiments/LOG.md.
-test-all: test test-systems test-processes test-integrations
+test-all: test test-systems test-processes test-exhaustive test-integrations
 	PIPESGD_FUZZ=all $(BIN)/pytest $(WORKERS) --timeout 3600 tests/fuzzing
 	PYTHONPATH=. $(BIN)/python -m experiments.kill_anywhere
 

@@ -168,7 +168,7 @@ PLANNING: tuple[Rule, ...] = (
      "codec must be given with --reduce auto, which chooses by it; got auto"),
     (lambda o: o.device != "cpu",
      "device must be cpu with --{o.planned}, since calibrations are those of CPUs; got {o.device}"),
-    (lambda o: o.codec == "powersgd" or ":" in o.codec,
+    (lambda o: ":" in o.codec,
      "codec must be another one with --{o.planned}, since its times are not calibrated; got {o.codec}"),
     (lambda o: o.all_reduce_name == "hierarchical",
      "all-reduce must be another one with --{o.planned}, since links inside nodes are not calibrated; "

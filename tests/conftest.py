@@ -40,18 +40,17 @@ settings.register_profile(
 settings.load_profile("pipesgd")
 
 
-CENTRE = "centre"
-NAMED = {
-    name: tier
-    for tier, names in tomllib.loads((REPOSITORY / "tests" / "tiers.toml").read_text(encoding="utf-8")).items()
-    for name in names
-}
+CENTRE, EXHAUSTIVE = "centre", "exhaustive"
+_TOLD = tomllib.loads((REPOSITORY / "tests" / "tiers.toml").read_text(encoding="utf-8"))
+SAMPLED: dict[str, int] = _TOLD.pop("sampled")
+"""Number of cases that every change tries of these tests, each a file and a function."""
+NAMED = {name: tier for tier, names in _TOLD.items() for name in names}
 """Files and folders of tests, with the tier that tiers.toml says."""
-TIERS = (CENTRE, *dict.fromkeys(NAMED.values()))
+TIERS = (CENTRE, *dict.fromkeys(NAMED.values()), EXHAUSTIVE)
 
 
 def tier_of(path: Path) -> str:
-    """Return the tier of a file of tests."""
+    """Return the tier of a file of tests, but for the cases of it that are exhaustive."""
     file = path.relative_to(REPOSITORY / "tests").as_posix()
     names = [name for name in NAMED if file == name or (name.endswith("/") and file.startswith(name))]
     return NAMED[max(names, key=len)] if names else CENTRE
@@ -64,7 +63,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files of other tiers aside without importing them."""
     tier = config.getoption("--tier")
-    return True if tier and collection_path.is_file() and tier_of(collection_path) != tier else None
+    if not tier or not collection_path.is_file():
+        return None
+    if tier == EXHAUSTIVE:
+        file = collection_path.relative_to(REPOSITORY / "tests").as_posix()
+        return None if any(name.startswith(f"{file}::") for name in SAMPLED) else True
+    return None if tier_of(collection_path) == tier else True
+
+
+def evenly(number: int, among: int) -> set[int]:
+    """Return ``number`` indices spread evenly over those below ``among``: the middles of equal parts.
+
+    >>> sorted(evenly(2, 8)), sorted(evenly(3, 2)), evenly(0, 5)
+    ([2, 6], [0, 1], set())
+    """
+    return {(2 * one + 1) * among // (2 * number) for one in range(number)}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the other cases of sampled tests to the exhaustive tier, which has nothing else."""
+    tier = config.getoption("--tier")
+    if not tier:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        file = item.path.relative_to(REPOSITORY / "tests").as_posix()
+        cases.setdefault(f"{file}::{getattr(item, 'originalname', item.name)}", []).append(item)
+    left: set[pytest.Item] = set()
+    for name, number in SAMPLED.items():
+        of_test = cases.get(name, [])
+        tried = evenly(number, len(of_test))
+        left.update(item for index, item in enumerate(of_test) if index not in tried)
+    chosen = [item for item in items if (item in left) == (tier == EXHAUSTIVE)]
+    config.hook.pytest_deselected(items=[item for item in items if (item in left) != (tier == EXHAUSTIVE)])
+    items[:] = chosen
 
 
 def pytest_collection_finish() -> None:

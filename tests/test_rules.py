@@ -69,8 +69,8 @@ OF_THE_COMMAND = [
         "the whole line; got none",
     ),
     (
-        "--width auto --codec powersgd",
-        "codec must be another one with --width auto, since its times are not calibrated; got powersgd",
+        "--width auto --codec own:codec",
+        "codec must be another one with --width auto, since its times are not calibrated; got own:codec",
     ),
     ("--reduce auto --codec auto", "codec must be given with --reduce auto, which chooses by it; got auto"),
     (

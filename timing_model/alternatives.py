@@ -20,7 +20,7 @@ from timing_model.configurations import training_arguments
 from timing_model.costs import costs_of, iteration_time, times_of
 from timing_model.fragments import MOST_LOCAL_STEPS, hiding_windows, in_windows
 from timing_model.job import LARGEST_WORLD, Job
-from timing_model.measured import UNCOMPRESSED
+from timing_model.measured import LOW_RANK, UNCOMPRESSED
 from timing_model.memory import fits
 from timing_model.plan import Plan, plan
 from timing_model.units import format_cost, format_seconds
@@ -69,6 +69,7 @@ def alternatives(found: Plan, space: Space, *, extrapolate: bool = False) -> lis
         return []
     sentences = (
         _accumulation(found, space),
+        _low_rank(found, space),
         _coarser_codec(found, space),
         _local_steps(found, space),
         _more_ranks(found.best.job, space, extrapolate),
@@ -263,7 +264,7 @@ def _exposed_pipeline(found: Plan, space: Space) -> Choice | None:
 
 def _coarser(choice: Choice, space: Space) -> Job | None:
     """Return the job with the coarser codec; None if it was searched, is not known on this cluster, or does not fit."""
-    if COARSER in space.codecs or COARSER not in all_codecs(choice.job.cluster):
+    if COARSER in space.codecs or COARSER not in all_codecs(choice.job):
         return None
     all_reduce = "ring" if choice.job.all_reduce == "native" else choice.job.all_reduce
     job = dataclasses.replace(choice.job, codec=COARSER, all_reduce=all_reduce)
@@ -284,6 +285,26 @@ def _coarser_codec(found: Plan, space: Space) -> str | None:
     return (
         f"A coarser codec, {training_arguments(job)}, would be {gain:.1f} times as fast{hides}; the price was "
         f"{COARSER_COST:.1f} points of accuracy on average, measured at width 1 (experiments/LOG.md)."
+    )
+
+
+def _low_rank(found: Plan, space: Space) -> str | None:
+    """Return a sentence on factors of low rank, if they were measured but not searched, and gain enough."""
+    choice = _exposed_pipeline(found, space)
+    if choice is None or LOW_RANK in space.codecs or LOW_RANK not in all_codecs(choice.job):
+        return None
+    try:
+        job = choice.job.changed(codec=LOW_RANK, all_reduce="ring")
+    except ValueError:  # such as islands, between which there are none
+        return None
+    iteration = iteration_time(job, costs_of(job))[0]
+    gain = found.best.iteration.total / iteration.total
+    if gain < 1 + WORTH or job.low_rank is None or not fits(job):
+        return None
+    hides = "" if waits(iteration) else ", and hide the communication"
+    return (
+        f"Factors of rank {job.low_rank.rank}, {training_arguments(job)}, would be {gain:.1f} times as fast{hides}. "
+        "They cost some trainings accuracy: compare both on a short one before."
     )
 
 

@@ -9,10 +9,9 @@ from timing_model.all_reduce import CollectiveTime
 from timing_model.arguments import option, whole
 from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_count, check_one_of
-from timing_model.cluster_profile import Profile
 from timing_model.iteration import IterationTime
 from timing_model.job import STRATEGIES, Job
-from timing_model.measured import UNCOMPRESSED
+from timing_model.measured import LOW_RANK, UNCOMPRESSED
 from timing_model.own_schedules import check_all_reduce
 from timing_model.presets import CODECS
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
@@ -75,7 +74,7 @@ class Space:
         """Return the default space of a job: the all-reduces that were measured, or all of them on a cluster that is
         typed in; in the same way, the codecs that are ``ACCURATE``; as many of ``BUCKETS`` as there are tensors for;
         and all islands, if a model is to be split."""
-        ranges, codecs = base.cluster.calibrated, all_codecs(base.cluster)
+        ranges, codecs = base.cluster.calibrated, all_codecs(base)
         most = max(LARGEST_ALL_TO_ALL, *ranges.world_sizes, 0)
         return cls(
             codecs=tuple(one for one in ACCURATE if one in codecs),
@@ -95,10 +94,11 @@ class Space:
         return tuple(width for width in self.widths if width == 1)
 
 
-def all_codecs(cluster: Profile) -> tuple[str, ...]:
+def all_codecs(job: Job) -> tuple[str, ...]:
     """Return every codec that was measured; on a cluster that is typed in, every one there is."""
-    known = () if cluster.calibrated.world_sizes else CODECS
-    return tuple(dict.fromkeys((UNCOMPRESSED, *cluster.codecs, *known)))
+    known = () if job.cluster.calibrated.world_sizes else tuple(CODECS)
+    factors = () if job.compute.low_rank is None else (LOW_RANK,)
+    return tuple(dict.fromkeys((UNCOMPRESSED, *job.cluster.codecs, *known, *factors)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,8 @@ def simplicity(job: Job) -> tuple[float, ...]:
     Half the bits count as half a width more. Of codecs with equal bits the first of ``presets.CODECS`` is the simplest.
     """
     codecs = [UNCOMPRESSED, *CODECS]
-    bits = 32.0 if job.codec_profile is None else job.codec_profile.bits
+    bits = 8 * job.wire_bytes / job.compute.numel if job.low_rank is not None else 32.0
+    bits = bits if job.codec_profile is None else job.codec_profile.bits
     return (
         job.width > 1,
         job.islands.members,

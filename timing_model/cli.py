@@ -153,7 +153,7 @@ def _plan(given: Namespace) -> str:
     asked = {name: tuple(dict.fromkeys(values)) for name, values in taken(given, Space).items()}
     wanted = Wanted(**taken(given, Wanted))
     if ALL in asked.get("codecs", ()):
-        asked["codecs"] = all_codecs(base.cluster)
+        asked["codecs"] = all_codecs(base)
     space = dataclasses.replace(space, **asked)
     found = plan(
         base,

@@ -21,9 +21,19 @@ from timing_model.iteration import (
     server_iteration_time,
 )
 from timing_model.job import Job
-from timing_model.measured import LINK, UNCOMPRESSED, Estimate, LinkProfile
+from timing_model.measured import LINK, Estimate, LinkProfile
 from timing_model.parameter_server import parameter_server_time
-from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise, Parts, PlacedLink, uncompressed
+from timing_model.params import (
+    FLOAT_BYTES,
+    CodecCost,
+    ComputeTimes,
+    Factors,
+    LinkParams,
+    Noise,
+    Parts,
+    PlacedLink,
+    uncompressed,
+)
 
 DEFAULT_SHARING = 0.5
 """Sharing of servers that were not measured: between both bounds, as it was on this project's testbed."""
@@ -43,6 +53,8 @@ class Costs:
     """Link inside a node."""
     codec: CodecCost
     """Costs of the codec. The times of fp32 are 0, since its sums cost ``link.gamma`` instead."""
+    factors: Factors | None
+    """Factors that are summed in place of the gradient; None if there are none."""
     times: ComputeTimes
     """Times of the computation, without collectives inside an island (``times_of``)."""
     noise: Noise
@@ -57,13 +69,14 @@ def costs_of(job: Job) -> Costs:
     correction = correction_of(job)
     if correction is not None:
         link = link.times(correction[0])
-    profile = job.codec_profile
+    profile, low = job.codec_profile, job.low_rank
     codec = uncompressed(0.0) if profile is None else profile.cost(job.codec)
     return Costs(
         link=link,
         placed=cluster.placed,
         inner=None if cluster.inner is None else cluster.inner.params(),
         codec=codec,
+        factors=None if low is None else Factors(left=low.left, right=low.right, work=low.work.value),
         times=dataclasses.replace(
             job.accumulated.times(job.width, job.all_reduce, job.codec, job.local_steps),
             compute_slowdown=job.compute.compute_slowdown_of(job.codec).value,
@@ -237,7 +250,16 @@ def _together(collectives: Iterable[CollectiveTime]) -> CollectiveTime:
 
 def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
     """Return the time of the all-reduce of ``numel`` values of the model, between islands if there are any."""
-    codec = None if job.codec == UNCOMPRESSED else costs.codec
+    if costs.factors is not None:
+        factors = costs.factors.share(numel / job.compute.numel)
+        work = CollectiveTime(factors.work, 0.0, factors.work)
+        return _together([*(_sum_time(job, costs, one) for one in (factors.left, factors.right)), work])
+    return _sum_time(job, costs, numel)
+
+
+def _sum_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
+    """Return the time in which ``numel`` values are summed as they are, or with the job's codec."""
+    codec = None if job.codec_profile is None else costs.codec
     if job.gathered:
         return gather_time(costs.link, numel, job.world_size, codec=costs.codec, segment_bytes=job.segment_bytes)
     mesh = job.mesh
@@ -267,7 +289,8 @@ def correction_of(job: Job) -> tuple[float, float] | None:
     corrections = job.cluster.corrections_of(job.measured_as)
     if corrections is None or job.gathered or job.islands.members > 1:
         return None
-    return corrections.at(job.world_size, job.wire_bytes)
+    sums = 1 if job.low_rank is None else 2
+    return corrections.at(job.world_size, job.wire_bytes / sums)
 
 
 def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
@@ -283,6 +306,8 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     if codec is not None:
         yield "codec", {one.name: getattr(codec.rates, one.name) for one in dataclasses.fields(codec.rates)}
         yield "codec", {"call": codec.call}
+    if job.low_rank is not None:
+        yield "factors", {"work": job.low_rank.work}
     compute = job.accumulated
     passes = {"forward": compute.forward, "backward": compute.backward}
     yield "times", compute.updates(job.width, job.local_steps) | passes

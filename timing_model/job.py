@@ -15,12 +15,14 @@ from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import Profile
 from timing_model.measured import (
+    LOW_RANK,
     MOST,
     PARAMETER_SERVER,
     UNCOMPRESSED,
     WITH_BATCH,
     CodecProfile,
     ComputeProfile,
+    LowRankProfile,
     MeasuredIteration,
     configuration,
 )
@@ -201,7 +203,7 @@ class Job:
         unknown = {
             f"strategy {self.strategy}": self.strategy != "pipelined",
             "all_reduce hierarchical": self.all_reduce == "hierarchical",
-            f"codec {self.codec}": self.gathered,
+            f"codec {self.codec}": self.gathered or self.low_rank is not None,
             "local_steps": self.local_steps > 1,
         }
         for what in (what for what, is_used in unknown.items() if is_used):
@@ -258,7 +260,12 @@ class Job:
 
     def _check_codec(self) -> None:
         known = [UNCOMPRESSED, *self.cluster.codecs, *(name for name in CODECS if name not in self.cluster.codecs)]
-        check_one_of("codec", self.codec, known)
+        if self.codec == LOW_RANK and self.low_rank is None:
+            raise ValueError(
+                "codec must be another one where the factors of the model's matrices were not measured (by "
+                f"pipesgd.calibrate); got {LOW_RANK}"
+            )
+        check_one_of("codec", self.codec, [*known, LOW_RANK])
         if self.strategy == "ps-sync" and self.codec != UNCOMPRESSED:
             raise ValueError(f"codec must be {UNCOMPRESSED} with strategy ps-sync; got {self.codec}")
         if self.all_reduce == "native" and self.codec not in NATIVE_CODECS:
@@ -275,6 +282,7 @@ class Job:
             f"strategy {self.strategy}": self.strategy != "pipelined",
             "all_reduce native, which sums whole gradients": self.all_reduce == "native",
             f"codec {self.codec}, which compresses the gradient as a whole": self.gathered,
+            f"codec {LOW_RANK}, whose factors are those of all gradients": self.low_rank is not None,
             "local_steps, whose movement is that of a whole window": self.local_steps > 1,
             "accumulation, since their size is that of one micro-batch": self.accumulation > 1,
             "links of single ranks": bool(self.cluster.placed),
@@ -332,8 +340,8 @@ class Job:
 
     @property
     def codec_profile(self) -> CodecProfile | None:
-        """Costs of the codec: those that were measured, otherwise typical ones. None for fp32."""
-        if self.codec == UNCOMPRESSED:
+        """Costs of the codec: those that were measured, otherwise typical ones. None for fp32, also that of factors."""
+        if self.codec in (UNCOMPRESSED, LOW_RANK):
             return None
         return self.cluster.codecs.get(self.codec) or TYPICAL_CODECS[self.codec]
 
@@ -351,6 +359,11 @@ class Job:
     def gathered(self) -> bool:
         """True if the codec's parts are gathered, not added up on the way."""
         return self.codec_profile is not None and self.codec_profile.gathered
+
+    @property
+    def low_rank(self) -> LowRankProfile | None:
+        """Factors that are summed in place of the gradient; None if the codec is another one."""
+        return self.compute.low_rank if self.codec == LOW_RANK else None
 
     @property
     def least_segment_bytes(self) -> int:
@@ -385,6 +398,8 @@ class Job:
 
         On a ring each rank sends 2 (p-1)/p of an all-reduce's bytes, and p-1 times its part of what is gathered.
         """
+        if self.low_rank is not None:
+            return FLOAT_BYTES * self.low_rank.numel
         numel = sum(self.compute.tensors[number] for number in self.whole)
         bits = 8 * FLOAT_BYTES if self.codec_profile is None else self.codec_profile.bits
         return bits / 8 * numel + self.world_size / 2 * sum(one.nbytes for one in self.parts)

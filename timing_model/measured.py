@@ -24,6 +24,8 @@ longer looks like one that is always slow."""
 PARAMETER_SERVER = "ps-sync"
 """Name of the parameter server among the measurements."""
 UNCOMPRESSED = "fp32"
+LOW_RANK = "powersgd"
+"""Name of the codec that sums factors of low rank."""
 FURTHER = 1 / 3
 """Cost of the prediction for another gradient in flight, which is a step of the optimizer, as a share of that for one,
 which also copies the weights: 0.2 to 0.45 with emulated accelerators and a gradient of 4.3 MB."""
@@ -186,6 +188,25 @@ class CodecProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LowRankProfile:
+    """Factors of low rank that are summed in place of a model's gradient: their sizes, and the work with them."""
+
+    rank: int
+    """Rank of the factors."""
+    left: int
+    """Values of the first all-reduce: left factors, and gradients that are not factored."""
+    right: int
+    """Values of the second all-reduce: right factors."""
+    work: Estimate
+    """Time, in s, of an iteration's products and decompositions."""
+
+    @property
+    def numel(self) -> int:
+        """Values of both all-reduces."""
+        return self.left + self.right
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasuredIteration:
     """Time of an iteration of a pipeline that was measured as it is, in an audition."""
 
@@ -261,6 +282,8 @@ class ComputeProfile:
     """Standard deviation over mean of an all-reduce's time, between iterations."""
     slow_ranks: tuple[float, ...] = field(default=(), metadata={"least": 1.0})
     """Factors of the passes of the ranks that are always slow, each at least 1."""
+    low_rank: LowRankProfile | None = None
+    """Factors of low rank, with ``LOW_RANK``; None if they were not measured."""
     measured: tuple[MeasuredIteration, ...] = ()
     """Configurations that were measured themselves, which no formula needs to predict."""
 

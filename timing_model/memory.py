@@ -36,7 +36,7 @@ def rank_memory(job: Job) -> float | None:
         return None
     codec = job.codec_profile
     copies = job.islands.optimizer_state + 3 if job.width == 1 else 2 * (job.islands.optimizer_state + job.width + 2)
-    copies += codec is not None and codec.bits < FEW_BITS
+    copies += job.low_rank is not None or (codec is not None and codec.bits < FEW_BITS)
     return job.mesh.held * job.nbytes * copies
 
 

@@ -252,6 +252,26 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Factors of low rank that are summed in place of a gradient, in two all-reduces (PowerSGD)."""
+
+    left: float
+    """Values of the first all-reduce."""
+    right: float
+    """Values of the second one, which begins when the first is complete."""
+    work: float
+    """Time, in s, of products and decompositions before, between and after them."""
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right", "work"):
+            check_at_least(name, getattr(self, name), 0)
+
+    def share(self, share: float) -> Factors:
+        """Return this share of the factors: those of a part of the gradient, in the mean of all parts."""
+        return Factors(left=share * self.left, right=share * self.right, work=share * self.work)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Noise:
     """Variation of the computation's time between iterations and between ranks, and of the collective's time.
 

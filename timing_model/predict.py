@@ -217,6 +217,7 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
         CODEC: dataclasses.replace(
             with_links("gamma"),
             codec=half(costs.codec, "encode", "decode", "add", "hop", "call"),
+            factors=costs.factors and half(costs.factors, "work"),
             parts=tuple(half(one, "work") for one in costs.parts),
         ),
     }

@@ -95,8 +95,11 @@ def support_of(job: Job) -> Support:
             reasons.append((EXTRAPOLATED, f"{what} on shared cores; measured: {sizes}"))
         limits = ranges.smallest_bytes, ranges.largest_bytes
         measured = " to ".join(dict.fromkeys(map(format_bytes, limits)))
-        beyond(job.nbytes, *limits, f"a gradient of {format_bytes(job.nbytes)}", measured)
-        if job.codec != UNCOMPRESSED and job.codec not in cluster.codecs:
+        if job.low_rank is None:
+            beyond(job.nbytes, *limits, f"a gradient of {format_bytes(job.nbytes)}", measured)
+        else:
+            beyond(job.wire_bytes, *limits, f"factors of {format_bytes(job.wire_bytes)}", measured)
+        if job.low_rank is None and job.codec != UNCOMPRESSED and job.codec not in cluster.codecs:
             reasons.append((OUTSIDE, f"codec {job.codec} was not measured; its costs are typical ones"))
         if job.all_reduce is not None and job.all_reduce not in ranges.all_reduces:
             own = "" if job.all_reduce in cluster.links else "; its link is taken to be the ring's"

@@ -33,6 +33,7 @@ from timing_model.measured import (
     Corrections,
     Estimate,
     LinkProfile,
+    LowRankProfile,
 )
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES, LinkParams, Noise
@@ -258,6 +259,7 @@ def compute_profile(
     tensors: Sequence[int],
     released: Sequence[float],
     samples: int,
+    low_rank: LowRankProfile | None,
 ) -> ComputeProfile:
     """Return the compute profile of the model that was measured."""
     return ComputeProfile(
@@ -282,6 +284,7 @@ def compute_profile(
         late_update=computation.parts["late_update"],
         local_update=computation.parts["local_update"],
         loading=computation.parts["loading"],
+        low_rank=low_rank,
         handover=computation.parts["handover"],
     )
 

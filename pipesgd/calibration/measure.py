@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from torch import nn
 
-from pipesgd.calibration import codec_speeds, fit_cluster, interfaces, links, machines, report
+from pipesgd.calibration import codec_speeds, fit_cluster, interfaces, links, low_rank, machines, report
 from pipesgd.calibration import servers as server_rounds
 from pipesgd.calibration.codec_speeds import TOPK, CodecSpeed
 from pipesgd.calibration.computation import Computation, summarize
@@ -40,7 +40,7 @@ from pipesgd.run.console import say
 from pipesgd.sections import PredictionKind
 from timing_model.all_reduce import messages_meet
 from timing_model.cluster_profile import Profile
-from timing_model.measured import PARAMETER_SERVER
+from timing_model.measured import PARAMETER_SERVER, LowRankProfile
 from timing_model.params import FLOAT_BYTES
 
 CODECS, SERVERS, LINKS, TRAINING = (
@@ -64,6 +64,8 @@ class Measured:
     hosts: list[Machine]
     """Machine of every rank."""
     codecs: dict[str, CodecSpeed]
+    low_rank: LowRankProfile | None
+    """Factors of the model's gradient; None if it has none."""
     computation: Computation
     fits: dict[str, CollectiveFit]
     """Fits of the all-reduces, and of the parameter server."""
@@ -97,6 +99,7 @@ class Measured:
                 tensors=[one.numel() for one in model.parameters() if one.requires_grad],
                 released=self.released,
                 samples=samples,
+                low_rank=self.low_rank,
             ),
             ranks_per_core=machines.ranks_per_core(self.hosts),
             provenance=machines.provenance(
@@ -159,6 +162,9 @@ def measure(
         ranks.all_gather_object("codecs", None)
         own_codecs = codec_speeds.measure(codecs, planned[CODECS], partial(shown.advance, CODECS))
         every_codecs = ranks.all_gather_object("times of the codecs", own_codecs)
+        trained_parameters = [one for one in model.parameters() if one.requires_grad]
+        factors, own_products = low_rank.measure(trained_parameters, ranks.world_size)
+        every_products = ranks.all_gather_object("times of factors of low rank", own_products)
         # 2. All ranks together. Servers have their own process groups, whose threads must be gone later.
         if SERVERS in planned:
             cells += server_rounds.measure(
@@ -241,6 +247,7 @@ def measure(
     return Measured(
         hosts=hosts,
         codecs=measured_codecs,
+        low_rank=low_rank.summarize(factors, every_products),
         computation=computation,
         fits=fits,
         released=[round(float(share), RELEASED_DIGITS) for share in np.median(every_released, axis=0)],

@@ -29,7 +29,7 @@ RING = "ring"
 MEASURED_ALL_REDUCES = tuple(name for name in ALL_REDUCES if name != "hierarchical")
 DEFAULT_ALL_REDUCES = (RING, "native")
 MEASURED_CODECS = (*DENSE_CODECS[1:], "topk")
-"""fp32 has no work of its own except the sums; powersgd's depends on the shapes of the model's matrices."""
+"""fp32 has no work of its own except the sums; powersgd's depends on the model's matrices, and is always measured."""
 UNCOMPRESSED, TYPICAL_CODEC = "fp32", "int8"
 """Codecs with which the model is trained; the second only if it is among those to measure."""
 

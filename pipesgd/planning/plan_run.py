@@ -165,6 +165,7 @@ def calibrate_briefly(
     from pipesgd.calibration.measure import measure
     from pipesgd.calibration.options import DEFAULT_ALL_REDUCES, LEAST_LARGEST_BYTES, MEASURED_ALL_REDUCES, RING
     from pipesgd.planning.choose import AUTO_CODECS
+    from timing_model.measured import LOW_RANK, UNCOMPRESSED
 
     codec = config.compression.codec
     searched = AUTO_CODECS if "codec" in config.planning.auto else (codec,)
@@ -179,7 +180,7 @@ def calibrate_briefly(
             console,
             seconds=CALIBRATION_SECONDS,
             largest_bytes=max(LEAST_LARGEST_BYTES, min(nbytes, MOST_LARGEST_BYTES)),
-            codecs=[one for one in searched if one != "fp32"],
+            codecs=[one for one in searched if one not in (UNCOMPRESSED, LOW_RANK)],
             all_reduces=DEFAULT_ALL_REDUCES if "all-reduce" in config.planning.auto else measured,
             servers=False,
             prediction=config.updates.prediction,

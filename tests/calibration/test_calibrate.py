@@ -66,6 +66,11 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
     assert f"wrote {out}\n" in text
     assert {path.name for path in tmp_path.iterdir()} == {out.name, plot.name}
     profile = Profile.load(out)
+    low_rank = profile.compute[0].low_rank
+    assert low_rank is not None
+    # Only the matrix of 20 x 64 is large enough for factors of rank 4; 230 other values are summed as they are.
+    assert (low_rank.rank, low_rank.left, low_rank.right) == (4, 20 * 4 + 230, 64 * 4)
+    assert low_rank.work.value > 0
     assert profile.calibrated.world_sizes == (2,)
     assert profile.calibrated.all_reduces == ("ring", "native")
     assert profile.calibrated.smallest_bytes >= 1024

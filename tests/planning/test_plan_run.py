@@ -351,3 +351,14 @@ def test_a_plan_that_is_no_plan_is_not_continued(tmp_path: Path) -> None:
     path.write_text(json.dumps(earlier | {"planned": {"width": 2}}))
     for error, _ in run(2, f"{words} --resume --output {tmp_path / 'run'}"):
         assert error.startswith("the run to resume must record its choices; got TypeError(")
+
+
+def test_low_rank_is_planned_with_the_factors_that_a_calibration_measured(tmp_path: Path) -> None:
+    result, text = succeed(2, f"{SHORT} --width auto --codec powersgd", tmp_path / "run")
+    assert result["planned"]["choices"]["codec"] == "powersgd"
+    assert "predicted by a calibration" in text
+    words = f"{SHORT} --width auto --codec powersgd --cluster {tmp_path / 'c.toml'}"
+    cluster(compute=SMALL).save(tmp_path / "c.toml")
+    [(error, _), _] = run(2, f"{words} --output {tmp_path / 'other'}")
+    reason = "codec must be another one where the factors of the model's matrices were not measured"
+    assert error.startswith(f"rank 0: cluster must allow a prediction of this run; got {reason}")
