@@ -252,7 +252,7 @@ class Run:
         rank."""
         self._stack = contextlib.ExitStack()
         self._next_rate: Callable[[int], object] = lambda done: self.job.schedule.step()
-        """Function that lets the schedule take its step after so many iterations."""
+        """Function that lets the schedule take its step, given the number of iterations done."""
         self._begin = self._last = time.perf_counter()
         """Time when the run would have begun without interruptions, and time when the last iteration ended."""
 

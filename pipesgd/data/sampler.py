@@ -1,4 +1,4 @@
-"""Batches of each rank for a DataLoader, which go on where they were with any number of ranks."""
+"""Batches of each rank for a DataLoader, which resume an epoch with any number of ranks."""
 
 from __future__ import annotations
 

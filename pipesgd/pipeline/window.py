@@ -98,7 +98,7 @@ class Window:
     def of_members(self, alike: Mapping[str, Any], taken: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
         """Return the state in which this rank has the movements of the ranks ``taken`` over, times ``share``.
 
-        The window begins anew, so that these are all that the next exchange has.
+        The window begins again, so that these are all that the next exchange has.
         """
         moved = [_movements(state) for state in taken]
         places = _movements(alike).items()

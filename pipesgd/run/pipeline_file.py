@@ -28,8 +28,9 @@ class PipelineFile:
     stem: Path
     """Path of the files without the number of a rank and what follows it."""
     rank: int
+    """Number of this rank in the job that saves or resumes."""
     world_size: int
-    """This rank, and the number of ranks, of the job that saves or resumes."""
+    """Number of ranks of that job."""
     of_save: str | None = None
     """Name of the save, of ``SAVE_DIGITS`` hexadecimal digits; None where no checkpoint replaces another one."""
     ending: str = ""
