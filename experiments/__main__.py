@@ -76,6 +76,7 @@ EXPERIMENTS = (
     Experiment(name="one_weird_trick", words="one_weird_trick", minutes=40, ranks=4),
     Experiment(name="faults", words="faults", minutes=20),
     Experiment(name="kill_anywhere", words="kill_anywhere", minutes=5),
+    Experiment(name="changing_ranks", words="changing_ranks", minutes=10),
     Experiment(name="kill_testbed", words="kill_testbed", minutes=3),
     Experiment(name="ddp_calculated", words="ddp_calculated", minutes=10),
     Experiment(name="ddp_examples", words="ddp_calculated --examples", minutes=3),

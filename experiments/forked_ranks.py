@@ -117,20 +117,33 @@ def import_all() -> None:
         importlib.import_module(name)
 
 
-def run(words: str, world_size: int, folder: Path, kills: Sequence[Kill]) -> int | None:
+def run(
+    words: str,
+    world_size: int | Sequence[int],
+    folder: Path,
+    kills: Sequence[Kill],
+    *,
+    deadline: float = DEADLINE_SECONDS,
+) -> int | None:
     """Run ``words``, with a restart after each kill; output goes to ``folder/log``, files to ``folder/run``.
+
+    ``world_size`` may be one for each attempt, of which there is one more than kills. An attempt that takes longer than
+    ``deadline`` seconds counts as hung.
 
     Returns the number of kills that hit, or None if the run failed or hung otherwise.
     """
+    sizes = [world_size] * (len(kills) + 1) if isinstance(world_size, int) else world_size
     with _store() as port:
-        return _attempts(words, world_size, folder, kills, port)
+        return _attempts(words, sizes, folder, kills, port, deadline)
 
 
-def _attempts(words: str, world_size: int, folder: Path, kills: Sequence[Kill], port: int) -> int | None:
-    for attempt, kill in enumerate([*kills, None]):
+def _attempts(
+    words: str, sizes: Sequence[int], folder: Path, kills: Sequence[Kill], port: int, deadline: float
+) -> int | None:
+    for attempt, (world_size, kill) in enumerate(zip(sizes, [*kills, None], strict=True)):
         pids = [_fork(words, rank, world_size, folder, port, attempt, kill) for rank in range(world_size)]
         number = signal.SIGKILL if kill is not None and kill.all_ranks else signal.SIGTERM
-        codes, first, late = _wait(pids, number)
+        codes, first, late = _wait(pids, number, deadline)
         if late:
             return None
         if all(code == 0 for code in codes):
@@ -200,14 +213,14 @@ def rank_environment(rank: int, world_size: int, port: int, attempt: int) -> dic
     }
 
 
-def _wait(pids: Sequence[int], number: signal.Signals) -> tuple[list[int], set[int], bool]:
+def _wait(pids: Sequence[int], number: signal.Signals, seconds: float) -> tuple[list[int], set[int], bool]:
     """Wait until all ranks have ended; when one has failed, the others get ``number``, and SIGKILL at the deadline.
 
     Returns the ranks' exit codes, the ranks that had failed before any got a signal, and whether the deadline passed.
     """
     codes: dict[int, int] = {}
     first: set[int] = set()
-    deadline, late = time.monotonic() + DEADLINE_SECONDS, False
+    deadline, late = time.monotonic() + seconds, False
     while len(codes) < len(pids):
         for rank, pid in enumerate(pids):
             if rank not in codes:

@@ -115,5 +115,5 @@ class _SavedPipeline:
 
     def _file_in(self, folder: str, models: list[Any]) -> PipelineFile:
         number = [unwrapped(model) for model in models].index(unwrapped(self._model))
-        name = f"pipesgd-{number}-rank-{self._accelerator.process_index}.pt"
-        return PipelineFile(Path(folder, name), self._accelerator.num_processes)
+        rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
+        return PipelineFile(Path(folder, f"pipesgd-{number}-rank-"), rank, world_size, ending=".pt")

@@ -72,7 +72,7 @@ def pipeline_file(checkpoint: str | Path, strategy: Any, of_save: str | None = N
             "a checkpoint must be in a folder that all ranks can write to, where their pipelines are written next to "
             f"it; got {checkpoint}"
         )
-    return PipelineFile(Path(f"{checkpoint}.pipesgd-rank-{strategy.global_rank}"), strategy.world_size, of_save)
+    return PipelineFile(Path(f"{checkpoint}.pipesgd-rank-"), strategy.global_rank, strategy.world_size, of_save)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,8 @@ from pipesgd.data import DataSplits, ShardedBatches, find_loss
 from pipesgd.data.loading import Batches
 from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySignal, named, warn
 from pipesgd.exit import reason_of, run_and_exit
-from pipesgd.optim.build import build_optimizer, build_schedule
+from pipesgd.membership.record import Record
+from pipesgd.optim.build import build_optimizer, build_schedule, scale_rates
 from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.pipeline.width import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.plan_run import plan_run, save_cluster
@@ -53,7 +54,7 @@ from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.run import output
 from pipesgd.run.checkpoint import Checkpoints, CheckpointSchedule
-from pipesgd.run.checkpoint_files import save_atomically
+from pipesgd.run.checkpoint_files import Checkpoint, save_atomically
 from pipesgd.run.console import ProgressBar, Screen, say, show_summary
 from pipesgd.run.evaluation import Evaluation, evaluate
 from pipesgd.run.files import write_text_atomically
@@ -86,6 +87,10 @@ OVERFLOWS = ", although every rank's own is, so their sum overflows (lower --lr,
 LEAST_LOSS_SCALE = 1.0
 """Loss scale below which skipped updates are reported: above, the scale is taken to be what made gradients overflow."""
 
+OTHER_RANKS = (
+    "the checkpoint is of {before} ranks, and {now} continue: gradients in flight are applied, and the ranks take the "
+    "samples that are next"
+)
 OTHER_DATA = (
     "warning: the data{whose} are not those of the checkpoint, {then}; got {now}{where}: the run continues with them "
     "up to iteration {total}, as it began, and is not what it would have been without the interruption"
@@ -181,6 +186,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     reduce = reduce_of(config, data, model, workers.world_size)
     earlier = output.earlier_run(config, ranks)
     recorders = ranks.raise_together("recorder", lambda: own_recorders(config, ranks))
+    output.check_other_ranks(config, earlier, ranks.world_size, sharded=data.sharded)
     chosen, planned, known = plan_run(
         config, ranks, model, batches, reduce, console, samples=samples, iterations=total, earlier=earlier
     )
@@ -264,6 +270,8 @@ class Run:
         """Ranks whose gradients were not finite and that have been named in a warning; None if there was one about no
         rank."""
         self._stack = contextlib.ExitStack()
+        self._next_rate: Callable[[int], object] = lambda done: self.job.schedule.step()
+        """Function that lets the schedule take its step, given the number of iterations done."""
         self._begin = self._last = time.perf_counter()
         """Time when the run would have begun without interruptions, and time when the last iteration ended."""
 
@@ -295,11 +303,7 @@ class Run:
         if found is None:
             workers.raise_together("results of an earlier run", lambda: output.check_no_results(self.job.folder))
         else:
-            total = found.shared["iterations"]
-            if total != self.job.iterations:  # epochs of other data: the schedule was made for those of the checkpoint
-                optimization = self.job.config.optimization.for_ranks(workers.world_size)
-                self.state.schedule = build_schedule(optimization, self.job.optimizer, total)
-                self.job = replace(self.job, iterations=total, schedule=self.state.schedule)
+            total = self._continue_record(found)
             now = self.job.data.describe(own=True)
             both = workers.all_gather_object("data of the checkpoint", [found.own["data"], now])
             if changed := [rank for rank, (then, now) in enumerate(both) if then != now]:
@@ -307,11 +311,43 @@ class Run:
                 own = (f" of {named(changed)}", f" on rank {changed[0]}")
                 whose, where = own if self.job.data.sharded else ("", "")
                 self.job.say(OTHER_DATA.format(whose=whose, then=then, now=now, where=where, total=total))
+            before, state = found.world_size, found.own
+            assert before is not None, "it was read"
+            others = None if before == workers.world_size else found.others
+            if workers.rank >= before:
+                state = state | self.state.of_new_rank(found.iteration)
             workers.raise_together(
-                "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
+                "a restored checkpoint", functools.partial(self.state.restore, found.shared, state, others)
             )
+            if others is not None:
+                self.job.say(OTHER_RANKS.format(before=before, now=workers.world_size))
+                if self.job.config.optimization.lr_scaling == "linear":
+                    scale_rates(self.job.optimizer, self.state.schedule, workers.world_size / before)
         self.start = self.strategy.iteration
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
+
+    def _continue_record(self, found: Checkpoint) -> int:
+        """Continue the samples, the schedule and the last losses of a checkpoint; return the number of iterations.
+
+        Epochs end with their samples, and so does a run of epochs with its schedule: where the number of ranks has
+        changed, iterations are counted as those of the first ranks.
+        """
+        job, optimization = self.job, self.job.config.optimization
+        batches, total = job.batches, found.shared["iterations"]
+        batches.continue_record(found.shared["record"], found.iteration)
+        record, of_schedule = batches.record, total
+        by_samples = len(record.spans) > 1 and optimization.iterations is None
+        if by_samples:
+            end = (optimization.epochs or DEFAULT_EPOCHS) * record.length
+            total, of_schedule = record.iterations(end), end // record.spans[0].ranks
+        if total != job.iterations or of_schedule != job.iterations:  # of other data, or of other ranks
+            ranks = job.workers.world_size
+            self.state.schedule = build_schedule(optimization.for_ranks(ranks), job.optimizer, of_schedule)
+            self.job = replace(job, iterations=total, schedule=self.state.schedule)
+        if by_samples:
+            self._next_rate = functools.partial(_follow, self.state.schedule, record)
+        self.losses = self.state.losses = collections.deque(maxlen=batches.iterations_per_epoch)
+        return int(total)
 
     def train(self) -> None:
         """Run all remaining iterations.
@@ -383,7 +419,7 @@ class Run:
 
     def _iterate(self, iteration: int, samples: Batches) -> IterationMetrics:
         """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due."""
-        job, ranks, per_epoch = self.job, self.job.ranks, self.job.batches.iterations_per_epoch
+        job, ranks, record = self.job, self.job.ranks, self.job.batches.record
         ranks.iteration = iteration
         lr = float(job.schedule.get_last_lr()[0])
         ranks.enter("compute")
@@ -391,7 +427,7 @@ class Run:
         ranks.enter("all-reduce", waiting=True)
         step = self.strategy.step()
         for _ in range(step.schedule_steps):
-            job.schedule.step()
+            self._next_rate(iteration + 1)
         self.losses.append(loss)
         self._take_note(step, iteration)
         if self.trace is not None:
@@ -404,12 +440,14 @@ class Run:
         self._loading.add(seconds["iteration"], loading, samples.last.seconds)
         self._computing.append(seconds["compute"])
         evaluation = None
-        if (iteration + 1) % (job.config.run.evaluate_iterations or per_epoch) == 0 and iteration + 1 < job.iterations:
+        done, epoch, every = iteration + 1, record.epoch(iteration), job.config.run.evaluate_iterations
+        due = record.epoch(done) > epoch if every is None else done % every == 0
+        if due and done < job.iterations:
             ranks.enter("evaluation")
             evaluation = self._evaluate()
         return IterationMetrics(
             iteration=iteration,
-            epoch=iteration // per_epoch,
+            epoch=epoch,
             loss=loss,
             lr=lr,
             samples_per_second=job.config.samples_per_rank * job.workers.world_size / seconds["iteration"],
@@ -478,7 +516,7 @@ class Run:
             recorder.flush()
         shared, own = self.state.snapshot(time.perf_counter() - self._begin)
         own["data"] = self.job.data.describe(own=True)
-        shared |= {"iterations": self.job.iterations}
+        shared |= {"iterations": self.job.iterations, "record": self.job.batches.record.state_dict()}
         written = self.checkpoints.save(done, shared, own)
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written
@@ -567,6 +605,12 @@ class Run:
         if job.workers.rank > 0 and job.workers.local_rank == 0:  # on its machine nothing else says that all is well
             where = job.ranks.addresses()[0].partition(" ")[0]  # without its interface
             say_on_stderr(f"rank {job.workers.rank}: done; results are on {where} in {ends[0][0]}")
+
+
+def _follow(schedule: LRScheduler, record: Record, done: int) -> None:
+    """Let ``schedule`` go to where the first ranks of ``record`` would be with the samples of ``done`` iterations."""
+    schedule.last_epoch = record.progress(done) - 1  # type: ignore[assignment]  # rates between two iterations
+    schedule.step()
 
 
 @contextlib.contextmanager

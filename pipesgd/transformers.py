@@ -66,8 +66,8 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
         """Attach the pipeline to the Trainer's model and optimizer; load its state if the Trainer resumes.
 
         Raises:
-            UserInputError: the model is not in DistributedDataParallel, as on a single rank, the job has another number
-                of ranks than the one that saved the checkpoint, or the optimizer is schedule-free.
+            UserInputError: the model is not in DistributedDataParallel, as on a single rank, or the optimizer is
+                schedule-free.
             RunError: the checkpoint has no usable pipeline of this rank.
         """
         check_several(args.world_size, "the Trainer")
@@ -113,4 +113,4 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
 
     def _file(self, args: Any, state: Any) -> PipelineFile:
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        return PipelineFile(folder / f"pipesgd-rank-{args.process_index}.pt", args.world_size)
+        return PipelineFile(folder / "pipesgd-rank-", args.process_index, args.world_size, ending=".pt")

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from pipesgd.config import DATASETS, dataset_kind
-from pipesgd.data.own import content_of, own_splits
-from pipesgd.data.samples import DataSplits, ImagesOfFiles, InMemoryImages, PixelScale
+from pipesgd.data.samples import DataSplits, ImagesOfFiles, InMemoryImages, PixelScale, content_of
 from pipesgd.errors import DatasetError
 from pipesgd.functions import Function, call, check_function, function_of
 
@@ -74,8 +73,11 @@ def load_dataset(
     function = dataset_function(name)
     options = {"data_dir": data_dir, "image_size": image_size, "context": context}
     made = call("dataset", name, function, {**options, "seed": seed, "rank": rank, "world_size": world_size})
-    splits = made if isinstance(made, DataSplits) else own_splits(made, name)
-    return dataclasses.replace(splits, sharded=splits.sharded or bool(getattr(function, "sharded", False)))
+    if not isinstance(made, DataSplits):
+        from pipesgd.data.own import own_splits
+
+        made = own_splits(made, name)
+    return dataclasses.replace(made, sharded=made.sharded or bool(getattr(function, "sharded", False)))
 
 
 def dataset_function(name: str) -> Function:

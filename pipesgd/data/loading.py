@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ from pipesgd.data.augmentation import Augmentation, batch_seed, epoch_seed
 from pipesgd.data.samples import Batch, BatchedDataset, on_tensors
 from pipesgd.errors import DatasetError, UserInputError
 from pipesgd.functions import in_one_line
+from pipesgd.membership.record import Record
 
 Asked: TypeAlias = tuple[int, torch.Tensor]
 """An epoch, and the samples of a batch in it, int64 (B,)."""
@@ -66,14 +68,18 @@ class ShardedBatches:
     """The training batches of one rank.
 
     In every epoch all ranks draw the same permutation of the samples from (seed, epoch); samples that are ``in_order``
-    keep their order. Iteration i of an epoch takes the next ``world_size * batch_size`` of them, and rank r the r-th
+    keep their order. Each iteration takes the next ``world_size * batch_size`` of them, and rank r the r-th
     ``batch_size`` of those: the ranks' batches side by side are the one batch of a single process. Samples left over at
     the end of an epoch, fewer than one such batch, are dropped. A rank with samples of its own takes all of its batches
     from these, as a world of one rank would.
+
+    Where other ranks continue a training, ``record`` says which samples are next, and an iteration may end in another
+    epoch than it began in. Samples that are left over are those of the ranks that the training began with.
     """
 
-    iterations_per_epoch: int
-    """Number of iterations in an epoch. Ranks with samples of their own must take the smallest number of all ranks."""
+    record: Record
+    """Slices of the samples, of one batch each, that ranks have taken so far. Ranks with samples of their own must have
+    the shortest epochs of all ranks."""
 
     def __init__(
         self,
@@ -100,14 +106,27 @@ class ShardedBatches:
                 f"--batch-size times --accumulation must be at most {largest}: {world_size} ranks share "
                 f"{len(dataset)} samples; got {batch_size}"
             )
-        self.iterations_per_epoch = len(dataset) // (world_size * batch_size)
+        self.record = Record.begun(len(dataset) // (world_size * batch_size) * world_size, world_size)
         self._dataset = dataset
         self._batch_size = batch_size
         self._rank = rank
-        self._world_size = world_size
         self._seed = seed
         self._loader_workers = loader_workers
         self._augmentation = augmentation
+
+    def continue_record(self, state: Mapping[str, Any], iteration: int) -> None:
+        """Let the present ranks take the samples that follow ``iteration`` iterations of a record's ``state_dict``."""
+        ranks, record = self.record.spans[-1].ranks, self.record.continued(state)
+        first = record.spans[0].ranks
+        if first != ranks:
+            slices = len(self._dataset) // self._batch_size
+            record = replace(record, length=slices // first * first or slices)  # data may be fewer than they were
+        self.record = record.changed(iteration, ranks)
+
+    @property
+    def iterations_per_epoch(self) -> int:
+        """Number of iterations in which the present ranks take as many slices as an epoch has."""
+        return -(-self.record.length // self.record.spans[-1].ranks)
 
     def from_iteration(self, iteration: int, device: torch.device = CPU) -> Batches:
         """Return the batches on ``device`` of global iteration ``iteration`` (from 0) and of all after it, without end.
@@ -120,14 +139,14 @@ class ShardedBatches:
         return _load(samples, self._batches(iteration), self._loader_workers, device)
 
     def _batches(self, iteration: int) -> Iterator[Asked]:
-        first_epoch, first = divmod(iteration, self.iterations_per_epoch)
-        for epoch in count(first_epoch):
-            number = len(self._dataset)
-            order = torch.arange(number) if self._dataset.in_order else _epoch_order(number, self._seed, epoch)
-            for i in range(first, self.iterations_per_epoch):
-                start = (i * self._world_size + self._rank) * self._batch_size
-                yield epoch, order[start : start + self._batch_size]
-            first = 0
+        present, samples = -1, len(self._dataset)
+        order = torch.arange(samples)
+        for i in count(iteration):
+            epoch, number = self.record.slice_of(i, self._rank)
+            if epoch != present and not self._dataset.in_order:
+                order = epoch_order(samples, self._seed, epoch)
+            present, start = epoch, number * self._batch_size
+            yield epoch, order[start : start + self._batch_size]
 
 
 def evaluation_batches(
@@ -144,7 +163,7 @@ def evaluation_batches(
     return _load(_Samples(dataset), batches, min(loader_workers, len(batches)))
 
 
-def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
+def epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return a permutation of the samples, int64 (num_samples,)."""
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch_seed(seed, epoch)))
 

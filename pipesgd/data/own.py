@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from pipesgd.data.samples import Batch, BatchedDataset, DataSplits, tensors_of
+from pipesgd.data.samples import Batch, BatchedDataset, DataSplits, content_of
 from pipesgd.errors import DatasetError
 from pipesgd.functions import in_one_line
 
@@ -142,23 +141,6 @@ def _num_classes(samples: Any) -> int | None:
     if found is None or (type(found) is int and found >= 1):
         return found
     raise DatasetError(f"num_classes of the training data must be a whole number above 0; got {found!r}")
-
-
-def content_of(*datasets: BatchedDataset) -> str:
-    """Return a hash of the first, middle and last samples, in words; of data that are read in order, of the first only.
-
-    Each sample is read twice, and what differs, as after a random augmentation, counts with its shape only.
-    """
-    digest = hashlib.sha256()
-    for dataset in datasets:
-        number = len(dataset)
-        for index in [0] if dataset.in_order else [0, number // 2, number - 1]:
-            one, again = (tensors_of(dataset[torch.tensor([index])]) for _ in range(2))
-            for tensor, other in zip(one, again, strict=True):
-                digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-                if torch.equal(tensor, other):
-                    digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return f"samples with the SHA-256 {digest.hexdigest()[:16]}"
 
 
 def _kind(value: Any) -> str:

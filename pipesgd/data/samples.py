@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -149,3 +150,20 @@ class ImagesOfFiles(InMemoryImages):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._read, self._scale)
+
+
+def content_of(*datasets: BatchedDataset) -> str:
+    """Return a hash of the first, middle and last samples, in words; of data that are read in order, of the first only.
+
+    Each sample is read twice, and what differs, as after a random augmentation, counts with its shape only.
+    """
+    digest = hashlib.sha256()
+    for dataset in datasets:
+        number = len(dataset)
+        for index in [0] if dataset.in_order else [0, number // 2, number - 1]:
+            one, again = (tensors_of(dataset[torch.tensor([index])]) for _ in range(2))
+            for tensor, other in zip(one, again, strict=True):
+                digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+                if torch.equal(tensor, other):
+                    digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return f"samples with the SHA-256 {digest.hexdigest()[:16]}"

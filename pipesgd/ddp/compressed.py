@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
@@ -21,13 +22,14 @@ from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import BucketHook, check_dense_embeddings, check_model, done, gradients_of, register_comm_hook
 from pipesgd.ddp.proof import Proof
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, on_device
+from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, on_device, real_numel
 from pipesgd.functions import OWN, kind
 from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import WHOLE, Layout, Outgoing
+from pipesgd.pipeline.on_pipeline import taken_over
 from pipesgd.pipeline.sameness import check_same_products, check_same_settings, plain, settings_of
 from pipesgd.ranks import current
-from pipesgd.reducers.base import OfParameters
+from pipesgd.reducers.base import OfParameters, added_by_place, added_up, as_real
 from pipesgd.rules import CODEC, check_rules, options_of_sections
 from pipesgd.sections import Wire, differing
 from pipesgd.strategy import Span, StepReport, Tally, Totals
@@ -98,6 +100,9 @@ class CompressedBuckets:
         self.iteration = 0
         self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._carried: dict[int, Tensor] = {}
+        """Values, by places of their parameters, that a single rank adds to its next gradient, since it sends nothing
+        and would never add what others left out."""
         self._waiting: dict[int, list[Tensor]] = {}
         """State of parameters, by their places, whose bucket has not been seen yet."""
         ranks = current(wire.timeout, process_group or ddp_model.process_group)
@@ -128,7 +133,10 @@ class CompressedBuckets:
         outgoing = flight.outgoing
         assert outgoing is not None
         outgoing.buffer.buckets.append(_Bucket(bucket))
-        self._lay_out(number, [self._places[id(parameter)] for parameter in bucket.parameters()])
+        places = [self._places[id(parameter)] for parameter in bucket.parameters()]
+        self._lay_out(number, places)
+        if self._carried:
+            self._add_carried(bucket.buffer(), places)
         if bucket.is_last():
             self._finish(outgoing, number)
         else:
@@ -147,21 +155,52 @@ class CompressedBuckets:
         kept = self._waiting | self._in_use()
         return {
             "iteration": self.iteration,
+            "rank": self.flight.ranks.rank,
+            "world_size": self.flight.ranks.world_size,
             "strides": [memory_layout(parameter) for parameter in self._parameters],
             "kept": [kept.get(place, []) for place in range(len(self._parameters))],
+            "carried": {place: value.clone() for place, value in self._carried.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict`` of this rank, with the same model.
 
         Raises:
-            UserInputError: parameters were in another memory order.
+            UserInputError: the number of ranks was another one, or parameters were in another memory order.
         """
+        if (before := state["world_size"]) != (now := self.flight.ranks.world_size):
+            raise UserInputError(f"world_size must be {before}, as in the state that is loaded; got {now}")
         check_layouts(state["strides"], self._parameters)
         self.flight.wait_until_summed()
         self.iteration = state["iteration"]
         self._forget_from(0)
         self._waiting = dict(enumerate(on_device(state["kept"], self.flight.device)))
+        self._carried = on_device(dict(state["carried"]), self.flight.device)
+
+    def load_members(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue from the ``states`` of another number of ranks, with the same model.
+
+        What the codec has left out of the gradients of former ranks is added as with ``Pipelined.load_members``.
+
+        Args:
+            states: the ``state_dict`` of all former ranks, or at least of those that this rank takes over.
+
+        Raises:
+            UserInputError: states are missing, or are of several moments; or parameters were in another memory order.
+        """
+        ranks = self.flight.ranks
+        alike, taken = taken_over(states, ranks.rank, ranks.world_size)
+        kept: list[list[Tensor]] = []
+        for place, of_alike in enumerate(alike["kept"]):  # the residual, and what all ranks hold alike
+            residuals = added_up([state["kept"][place][:1] for state in taken])
+            kept.append([*(residuals or [torch.zeros_like(one) for one in of_alike[:1]]), *of_alike[1:]])
+        left_out = [state["carried"] for state in taken]
+        if ranks.world_size == 1:
+            left_out.append({place: own[0] for place, own in enumerate(kept) if own})
+            kept = [[] for _ in kept]
+        carried = added_by_place(left_out)
+        now = {"rank": ranks.rank, "world_size": ranks.world_size, "kept": kept, "carried": carried}
+        self.load_state_dict(alike | now)
 
     def close(self) -> None:
         """End the communication, when all ranks have called it. The model may then be attached, or compressed again."""
@@ -190,6 +229,13 @@ class CompressedBuckets:
             self._of_buckets.release(self.take_bucket)
         self.flight.drop()
         self.flight.close(together=False)
+
+    def _add_carried(self, flat: Tensor, places: Sequence[int]) -> None:
+        """Add what is carried to the gradients of the parameters at these ``places``, side by side in ``flat``."""
+        parts = as_real(flat).split([real_numel(self._parameters[place]) for place in places])
+        for place, part in zip(places, parts, strict=True):
+            if (value := self._carried.pop(place, None)) is not None:
+                part.add_(value)
 
     def _finish(self, outgoing: Outgoing, last: int) -> None:
         flight, ranks = self.flight, self.flight.ranks

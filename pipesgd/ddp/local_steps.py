@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -134,6 +135,10 @@ class AttachedLocalSteps(OnPipeline):
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise what ``load_state_dict`` raises before it changes anything: see ``LocalSteps``."""
         self._steps.check_state(state)
+
+    def of_members(self, alike: dict[str, Any], taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state with which this rank takes over from other ranks; see ``LocalSteps``."""
+        return self._steps.of_members(alike, taken)
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Drop the iteration that was interrupted, if any, and continue from ``state``."""

@@ -66,3 +66,13 @@ def build_schedule(config: OptimizationConfig, optimizer: Optimizer, iterations:
         return 1.0
 
     return LambdaLR(optimizer, share)
+
+
+def scale_rates(optimizer: Optimizer, schedule: LRScheduler, factor: float) -> None:
+    """Multiply the learning rates of ``optimizer``, now and in its ``schedule``, by ``factor``."""
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if name in group:
+                group[name] *= factor
+    schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
+    schedule._last_lr = [rate * factor for rate in schedule._last_lr]  # torch has no other way to set it

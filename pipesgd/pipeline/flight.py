@@ -21,7 +21,6 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.headers import STEP
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
-from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import (
     BucketedBuffer,
     FlatBuffer,
@@ -36,7 +35,7 @@ from pipesgd.flat_buffer import (
 )
 from pipesgd.pipeline.in_flight import WHOLE, InFlight, Known, Layout, Outgoing, Reduction
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.base import Undo, as_real
+from pipesgd.reducers.base import Undo, added_by_place, as_real
 from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
 from pipesgd.replicas import SumOverRanks, nonfinite_ranks, sum_buffer
 from pipesgd.sections import Wire
@@ -120,8 +119,8 @@ class Flight(Generic[Known]):
         self.left = 0
         """Number of its buckets that have left."""
         self.buffers_allocated = 0
-        self.carried: Sequence[Tensor] = ()
-        """Values that the next gradient gets in addition, for each of its flat tensors; none adds nothing."""
+        self.carried: dict[int, Tensor] = {}
+        """Values that the next gradient gets in addition, by number of its flat tensor."""
         self.thread = CommunicationThread(self.device)
         self._codec = codec
         self._wire = wire
@@ -174,10 +173,7 @@ class Flight(Generic[Known]):
             self.ranks = ranks
             self._ends.stop_watching = ranks.watch(self.thread.fail)
         self._connect()
-        new: list[Tensor] = on_device(list(left_out), self.device)
-        if new and len(self.carried):  # of a change of ranks before, since which there was no gradient
-            new = [one + before for one, before in zip(new, self.carried, strict=True)]
-        self.carried = new or self.carried
+        self._carry(dict(enumerate(on_device(list(left_out), self.device))))
 
     def _connect(self) -> None:
         wire, device = self._wire, self.device.type
@@ -245,7 +241,6 @@ class Flight(Generic[Known]):
         for number in early:
             self.leave(outgoing, number)
         self._add_carried(outgoing, last)
-        self.carried = ()
         take_last = functools.partial(self._take_last_mean, outgoing, last, compare)
         reduction = self.meet(call, outgoing.iteration, take_last)
         own_is_finite = outgoing.own_is_finite if own is None else functools.partial(are_finite, own)
@@ -267,10 +262,19 @@ class Flight(Generic[Known]):
 
     def _add_carried(self, outgoing: Outgoing, number: int) -> None:
         """Add what earlier sums have left out, if anything is carried."""
+        if not self.carried:
+            return
         bucket, world_size = outgoing.buffer.buckets[number], self.ranks.world_size
-        for flat, carried in zip(bucket.flats, self.carried[bucket.first :], strict=False):
-            # float16 gradients are divided before they are summed: these are what shares of a mean lost.
-            as_real(flat).add_(carried, alpha=world_size if flat.dtype == torch.float16 else 1)
+        for place, flat in enumerate(bucket.flats, bucket.first):
+            if (carried := self.carried.pop(place, None)) is not None:
+                # float16 gradients are divided before they are summed: these are what shares of a mean lost.
+                as_real(flat).add_(carried, alpha=world_size if flat.dtype == torch.float16 else 1)
+
+    def _carry(self, values: Mapping[int, Tensor]) -> None:
+        """Add ``values`` to those that the next gradient gets in addition."""
+        self.carried = added_by_place(
+            [self.carried, values]
+        )  # both, if no gradient left since the last change of ranks
 
     # ---- 3. On the communication thread
 
@@ -410,12 +414,20 @@ class Flight(Generic[Known]):
         self.thread.submit(lambda: None).result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the means in flight, after waiting for them, and of the state of the codec."""
-        if len(self.carried):
-            raise UserInputError("state_dict must follow the step that adds what other codecs left out; got it before")
+        """Return copies of the means in flight, after waiting for them, and of what the codec has left out."""
         in_flight = [gradient.state_dict() for gradient in self.in_flight]
         # Only now is the communication thread idle, and with it the reducer.
-        return {"in_flight": in_flight, "reducer": self.reducer.state_dict()}
+        carried = {place: value.clone() for place, value in self.carried.items()}
+        return {"in_flight": in_flight, "reducer": self.reducer.state_dict(), "carried": carried}
+
+    def of_members(self, alike: Mapping[str, Any], taken: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of the codec with which this rank takes over from other ranks; see ``Reducer``."""
+        reducer = self.reducer.of_members(alike["reducer"], [state["reducer"] for state in taken])
+        left_out = [state["carried"] for state in taken]
+        if self.ranks.world_size == 1:  # a single rank sends nothing, and would never add what others left out
+            left_out.append(dict(enumerate(reducer["residuals"])))
+            reducer["residuals"] = []
+        return {"reducer": reducer, "carried": added_by_place(left_out)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ``UserInputError`` if ``state`` is of gradients of other sizes."""
@@ -430,7 +442,7 @@ class Flight(Generic[Known]):
         What is in flight and what has left is dropped.
         """
         self._flush = None
-        self.carried = ()
+        self.carried = on_device(dict(state["carried"]), self.device)
         self.left = 0
         if self.outgoing is not None:
             self._pool.append(self.outgoing.buffer)

@@ -341,9 +341,12 @@ class LocalSteps(OnPipeline):
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the state of the pipeline, of both optimizers and of the window so far, after waiting for
         movements in flight."""
+        pipeline = self.pipeline.state_dict()
         return {
             "iteration": self.iteration,
-            "pipeline": self.pipeline.state_dict(),
+            "rank": pipeline["rank"],
+            "world_size": pipeline["world_size"],
+            "pipeline": pipeline,
             "settings": loadable(self._settings),
             "outer": loadable(copy.deepcopy(self._outer.state_dict())),
             "optimizer": loadable(copy.deepcopy(self._optimizer.state_dict())),
@@ -386,6 +389,24 @@ class LocalSteps(OnPipeline):
             self._turn = state["turn"]
         if self._averages is not None:
             self._averages.due = state["average_due"]
+
+    def of_members(self, alike: dict[str, Any], taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state with which this rank takes over from other ranks, whose mean movement it keeps.
+
+        Raises:
+            UserInputError: the outer optimizer is elastic averaging, whose ranks keep their own weights.
+        """
+        if self._settings["moving-rate"] is not None:
+            raise UserInputError("outer must be average or nesterov where the number of ranks changes; got elastic")
+        share = self.pipeline.flight.ranks.world_size / alike["world_size"]
+        pipeline = self.pipeline.of_members(alike["pipeline"], [state["pipeline"] for state in taken])
+        return {
+            **alike,
+            "rank": pipeline["rank"],
+            "world_size": pipeline["world_size"],
+            "pipeline": pipeline,
+            "window": self.window.of_members(alike["window"], [state["window"] for state in taken], share),
+        }
 
     def close(self) -> None:
         """Flush, and end the pipeline, as ``Pipelined.close`` does; after an error, drop what was not exchanged."""

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from pipesgd.errors import UserInputError, named
+from pipesgd.membership.record import former_ranks
 from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.pipeline_config import Buffers
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import StepReport, Strategy, Tally, Totals
+
+
+def taken_over(
+    states: Sequence[dict[str, Any]], rank: int, world_size: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a former rank's state for all that is not added up, and the ``states`` of those that ``rank`` takes over.
+
+    Raises:
+        UserInputError: one of these is missing, or they are of several moments.
+    """
+    moments = {(state["world_size"], state["iteration"]) for state in states}
+    if len(moments) != 1:
+        raise UserInputError(f"states must be of one moment of a training; got those of {len(moments)}")
+    [(before, _)] = moments
+    of_rank = {state["rank"]: state for state in states}
+    needed = former_ranks(before, rank, world_size)
+    if missing := [one for one in needed or [rank % before] if one not in of_rank]:
+        raise UserInputError(f"states must have those of {named(missing)}, of {before}; got {named(sorted(of_rank))}")
+    return of_rank[rank % before if not needed else rank], [of_rank[one] for one in needed]
 
 
 class OnPipeline(Strategy):
@@ -100,6 +121,35 @@ class OnPipeline(Strategy):
     def load_checked(self, state: dict[str, Any]) -> None:
         """Continue from a ``state`` that ``check_state`` has accepted."""
         self.pipeline.load_checked(state)
+
+    def load_members(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue from the ``states`` of another number of ranks, as if these had flushed. Collective.
+
+        The model must hold that moment's true weights. Gradients in flight are applied. What the codec has left out of
+        the gradients of the former ranks r, r + p, r + 2p, ... is added to the next gradients of rank r of p, and the
+        rest of its state is that of former rank r. A rank that is new has that of former rank r mod n, of n, and
+        nothing was left out of its gradients.
+
+        Args:
+            states: the ``state_dict`` of all former ranks, or at least of those that this rank takes over.
+
+        Raises:
+            UserInputError: states are missing, or are of several moments; or as ``load_state_dict``, of which the
+                number of ranks is free here. Nothing is changed.
+        """
+        ranks = self.pipeline.flight.ranks
+        alike, taken = taken_over(states, ranks.rank, ranks.world_size)
+        state = self.of_members(alike, taken)
+        self.check_state(state)
+        self.load_checked(state)
+        self.flush()
+
+    def of_members(self, alike: dict[str, Any], taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state with which this rank takes over the states ``taken``; none if it is new.
+
+        ``alike`` is the state that it has the rest of, the first of these if there are any.
+        """
+        return self.pipeline.of_members(alike, taken)
 
     def fail(self, error: BaseException) -> None:
         """End every wait at once with ``error``, such as a failure of another rank. Thread-safe."""

@@ -381,11 +381,24 @@ class Pipeline:
         strides = [memory_layout(parameter) for parameter in self.cut.parameters]
         return {
             "iteration": self.iteration,
+            "rank": self.flight.ranks.rank,
             **self._exchange(),
             "strides": strides,
             **flight,
             "in_flight": in_flight,
             **self.update.state_dict(),
+        }
+
+    def of_members(self, alike: Mapping[str, Any], taken: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state with which this rank takes over from other ranks; see ``OnPipeline.of_members``."""
+        ranks = self.flight.ranks
+        return {
+            **alike,
+            "rank": ranks.rank,
+            "world_size": ranks.world_size,
+            "in_flight": [gradient | {"kept": []} for gradient in alike["in_flight"]],  # applied before any prediction
+            "agreement": alike["agreement"] if taken else alike["agreement"] | {"missed": []},
+            **self.flight.of_members(alike, taken),
         }
 
     def _exchange(self) -> dict[str, Any]:

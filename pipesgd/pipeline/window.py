@@ -95,6 +95,19 @@ class Window:
             "left": {number: tensor.clone() for number, tensor in self._left.items()},
         }
 
+    def of_members(self, alike: Mapping[str, Any], taken: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
+        """Return the state in which this rank has the movements of the ranks ``taken`` over, times ``share``.
+
+        The window begins again, so that these are all that the next exchange has.
+        """
+        moved = [_movements(state) for state in taken]
+        places = _movements(alike).items()
+        left = {
+            place: torch.stack([of_rank[place] for of_rank in moved]).sum(0) * share if moved else torch.zeros_like(one)
+            for place, one in places
+        }
+        return {**alike, "start": [], "now": [], "left": left}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict``; the parameters' true weights must be those of that moment already."""
         device = self.parameters[0].device
@@ -118,3 +131,11 @@ class Window:
                 moved = [self.parameters[number].data for number in self._left]
                 torch._foreach_sub_(moved, list(self._left.values()))
                 self._left = {}
+
+
+def _movements(state: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Return the movements of a ``state_dict`` that were not exchanged, by number of the parameter."""
+    if not state["start"]:
+        return dict(state["left"])
+    pairs = zip(state["start"], state["now"], strict=True)
+    return {place: start - now for place, (start, now) in enumerate(pairs)}

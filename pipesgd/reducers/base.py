@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -55,6 +55,14 @@ class Reducer(Sum, Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict`` of this rank that ``check_state`` accepts."""
+
+    def of_members(self, alike: dict[str, Any], taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state in which the values left out in the states ``taken`` over are added up.
+
+        ``alike`` is the state of any former rank, for what all ranks hold alike.
+
+        Raises ``UserInputError`` if the state belongs to the ranks that there were.
+        """
 
 
 class OfParameters(Reducer, Protocol):
@@ -153,6 +161,17 @@ def check_kept(kept: Sequence[Tensor], buckets: Sequence[Sequence[Tensor]]) -> N
     Where buckets are summed in turns, there is nothing of the later ones at first.
     """
     check_sizes([one.numel() for one in kept], sizes_of_flats(buckets)[: len(kept)])
+
+
+def added_up(residuals: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the sums of the residuals of several ranks, for each flat tensor."""
+    return [torch.stack(of_ranks).sum(0) for of_ranks in zip(*residuals, strict=True)]
+
+
+def added_by_place(values: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
+    """Return the sums of ``values``, each by its place, where some may have none."""
+    places = sorted(set().union(*values))
+    return {place: torch.stack([one[place] for one in values if place in one]).sum(0) for place in places}
 
 
 class Undo:

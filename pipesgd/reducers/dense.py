@@ -12,7 +12,7 @@ from torch import Tensor
 from pipesgd.codecs.base import mixed
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer, real_numel
-from pipesgd.reducers.base import Float32Places, as_real, check_kept
+from pipesgd.reducers.base import Float32Places, added_up, as_real, check_kept
 
 
 class DenseReducer:
@@ -79,6 +79,9 @@ class DenseReducer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._residuals = {number: residual.clone() for number, residual in enumerate(state["residuals"])}
+
+    def of_members(self, alike: dict[str, Any], taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"residuals": added_up([state["residuals"] for state in taken])}
 
     def _in_order(self) -> list[Tensor]:
         return [self._residuals[number] for number in sorted(self._residuals)]

@@ -24,7 +24,7 @@ from pipesgd.flat_buffer import (
     sizes_of_flats,
 )
 from pipesgd.options import option
-from pipesgd.reducers.base import GradientCodec, as_real, check_kept
+from pipesgd.reducers.base import GradientCodec, added_up, as_real, check_kept
 from pipesgd.reducers.low_rank import LEAST_COMPRESSION, LowRank
 
 SHORTEST = 1e-30
@@ -283,6 +283,9 @@ class PowerSgdReducer:
         self._residuals = {number: residual.clone() for number, residual in enumerate(state["residuals"])}
         self._rights = {first: right.clone() for first, right in state["rights"].items()}
         self._rooms = {}
+
+    def of_members(self, alike: dict[str, Any], taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return alike | {"residuals": added_up([state["residuals"] for state in taken])}
 
     def _sizes(self, parameter: Tensor) -> tuple[int, int]:
         """Return how many values the first and the second all-reduce have of a parameter like this one."""

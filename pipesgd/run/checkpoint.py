@@ -127,8 +127,9 @@ class Checkpoints:
         for iteration, folder in folders:
             try:
                 checkpoint = read_checkpoint(folder, iteration, self._ranks)
-                if problem := what_is_wrong(checkpoint.shared, checkpoint.own):
-                    raise UnusableCheckpointError(f"{folder} is not of this run ({problem})")
+                for own in (checkpoint.own, *checkpoint.others):
+                    if problem := what_is_wrong(checkpoint.shared, own):
+                        raise UnusableCheckpointError(f"{folder} is not of this run ({problem})")
                 usable[iteration, checkpoint.save] = folder
             except UnusableCheckpointError as unusable:
                 if warns:

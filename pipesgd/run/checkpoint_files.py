@@ -12,7 +12,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
+from pipesgd.membership.record import former_ranks
 from pipesgd.nested import loadable
 from pipesgd.ranks import Ranks
 from pipesgd.run.files import reason, write_atomically, write_text_atomically
 
-FORMAT = 2
+FORMAT = 3
 SHARED = "shared.pt"
 _OWN = re.compile(r"rank-(\d+)\.pt")
 _HEADER = {"save": str, "iteration": int, "world_size": int, "state": dict}
@@ -45,6 +46,11 @@ class Checkpoint:
     """Random name of the save that wrote the checkpoint."""
     shared: dict[str, Any]
     own: dict[str, Any]
+    """State of this rank. Where other ranks wrote the checkpoint, it is that of the former rank that it continues."""
+    others: Sequence[dict[str, Any]] = ()
+    """States of the other former ranks that this one takes over."""
+    world_size: int | None = None
+    """Number of the ranks that wrote it; None before that."""
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
@@ -71,19 +77,23 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None
 
 
 def read_checkpoint(folder: Path, iteration: int, ranks: Ranks) -> Checkpoint:
-    """Read what ``write_checkpoint`` wrote on this rank.
+    """Read what ``write_checkpoint`` wrote on this rank, or on the former ranks that it takes over.
 
     Raises:
-        UnusableCheckpointError: the files are missing, unreadable, damaged, torn, or not those of this rank.
+        UnusableCheckpointError: the files are missing, unreadable, damaged, torn, or not those of these ranks.
     """
     shared = _read(folder / SHARED)
-    own = _read(path := folder / f"rank-{ranks.rank}.pt")
-    for name, expected in (("iteration", iteration), ("world_size", ranks.world_size), ("rank", ranks.rank)):
-        if own.get(name) != expected:
-            raise UnusableCheckpointError(f"{path} is of {name.replace('_', ' ')} {own.get(name)}, not {expected}")
-    if shared["save"] != own["save"]:
-        raise UnusableCheckpointError(f"{path} is of another save than {SHARED} in the same folder")
-    return Checkpoint(iteration, own["save"], shared["state"], own["state"])
+    save, before = shared["save"], shared["world_size"]
+    states = []
+    for rank in former_ranks(before, ranks.rank, ranks.world_size) or [ranks.rank % before]:
+        own = _read(path := folder / f"rank-{rank}.pt")
+        for name, expected in (("iteration", iteration), ("world_size", before), ("rank", rank)):
+            if own.get(name) != expected:
+                raise UnusableCheckpointError(f"{path} is of {name.replace('_', ' ')} {own.get(name)}, not {expected}")
+        if save != own["save"]:
+            raise UnusableCheckpointError(f"{path} is of another save than {SHARED} in the same folder")
+        states.append(own["state"])
+    return Checkpoint(iteration, save, shared["state"], states[0], states[1:], before)
 
 
 def ranks_in(folder: Path) -> list[int]:
@@ -123,6 +133,8 @@ def _read(path: Path) -> dict[str, Any]:
     found = read_file(path, {})
     if found.get("format") != FORMAT or any(type(found.get(name)) is not kind for name, kind in _HEADER.items()):
         raise UnusableCheckpointError(f"{path} is no checkpoint of pipesgd in format {FORMAT}")
+    if found["world_size"] < 1:
+        raise UnusableCheckpointError(f"{path} is of world size {found['world_size']}")
     return found
 
 

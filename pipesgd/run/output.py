@@ -89,7 +89,7 @@ def take_folder(
 
     Raises:
         UserInputError: the folder holds something else, cannot be written to, or is in use.
-        CheckpointError: it holds a run of another world size or configuration.
+        CheckpointError: it holds a run of another configuration.
     """
     folder, overwrite = config.run.output, config.run.overwrite
     resume = _resumes(config, ranks)
@@ -145,6 +145,29 @@ def check_no_results(folder: Path) -> None:
             raise CheckpointError(
                 f"a finished run must have its checkpoints to be resumed; got {folder}, which has {name} and no "
                 "checkpoint: bring the checkpoints back, or begin again with --overwrite"
+            )
+
+
+def check_other_ranks(config: TrainConfig, earlier: dict[str, Any] | None, world_size: int, *, sharded: bool) -> None:
+    """Refuse what only the ranks of the ``earlier`` run can continue, if there are others now.
+
+    Raises:
+        CheckpointError: its strategy, outer optimizer or codec depends on the number of ranks, or each rank has data
+            of its own (``sharded``).
+    """
+    if earlier is None or earlier["world_size"] == world_size:
+        return
+    reasons = {
+        f"strategy {config.pipeline.strategy}": config.pipeline.strategy != "pipelined",
+        "outer elastic": config.windows.outer == "elastic",
+        "codec topk": config.compression.codec == "topk",
+        "samples of each rank's own": sharded,
+    }
+    for reason_for_it, holds in reasons.items():
+        if holds:
+            raise CheckpointError(
+                f"world size must be that of the run to resume with {reason_for_it}, {earlier['world_size']}; "
+                f"got {world_size}"
             )
 
 
@@ -215,6 +238,8 @@ def _read(path: Path) -> dict[str, Any]:
         options, world_size, planned = earlier["options"], earlier["world_size"], earlier.get("planned")
         if not isinstance(options, dict) or type(world_size) is not int or not isinstance(planned, dict | None):
             raise TypeError("its world_size, options, or planned is of another type")
+        if world_size < 1:
+            raise ValueError(f"its world_size is {world_size}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         cause = " ".join(f"{type(failure).__name__}: {failure}".split())
         raise CheckpointError(f"{path} must describe the run to resume; it cannot be read: {cause}") from None
@@ -233,11 +258,7 @@ def _describes_a_run(path: Path) -> bool:
 def _check_same_run(path: Path, description: dict[str, Any], chosen: dict[str, Any]) -> None:
     earlier = _read(path)
     # An option that is newer than the run has its default in it, since options are off until asked for.
-    options, world_size = TrainConfig().options() | earlier["options"] | chosen, earlier["world_size"]
-    if world_size != description["world_size"]:
-        raise CheckpointError(
-            f"world size must be that of the run to resume, {world_size}; got {description['world_size']}"
-        )
+    options = TrainConfig().options() | earlier["options"] | chosen
     for name in differing_options(options, description["options"], free=FREE_ON_RESUME):
         raise CheckpointError(
             f"{name} must be that of the run to resume, {options.get(name)!r}; got {description['options'].get(name)!r}"

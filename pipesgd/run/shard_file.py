@@ -61,8 +61,8 @@ class ShardFile:
         """Let the model, the optimizer and the pipeline continue from the files. All ranks call this together.
 
         There may be more or fewer islands than those that saved, of as many members each, if the folder has the files
-        of all of them. Each then begins with what the first one had. Gradients in flight are applied, and what
-        codecs had left out of the islands' gradients is added, as a mean over these, to each island's next one.
+        of all of them. Each then begins with what the first one had, and its pipeline continues as
+        ``Pipelined.load_members`` says.
 
         Raises:
             RunError: a rank's file is missing, damaged, of other islands, or of another save than the others.
@@ -83,10 +83,10 @@ class ShardFile:
         weights = {n: like(parameters[n], part) if n in parameters else part for n, part in found["model"].items()}
         model.load_state_dict(weights)
         self.optimizer.load_state_dict(self._of_optimizer(found["optimizer"]))
-        self.pipeline.load_state_dict(found["pipeline"])
-        if found["mesh"] != self._mesh:
-            self.pipeline.flush()
-            self.pipeline.regroup(left_out=found["left out"])
+        if found["mesh"] == self._mesh:
+            self.pipeline.load_state_dict(found["pipeline"])
+        else:
+            self.pipeline.load_members(found["pipelines"])
 
     @property
     def _numbers(self) -> list[int]:
@@ -106,7 +106,7 @@ class ShardFile:
         return self.folder / f"part-{island}-{self._numbers[1]}.pt"
 
     def _found(self) -> dict[str, Any]:
-        """Return this rank's part; with another number of islands, that of the first one and what is "left out".
+        """Return this rank's part; with another number of islands, that of the first one and all "pipelines".
 
         Raises:
             UnusableCheckpointError: a file that is needed is missing, damaged, or of other islands.
@@ -119,12 +119,7 @@ class ShardFile:
         parts = [self._read(self._path(number)) for number in range(saved)]
         if len({part["save"] for part in parts}) > 1:
             raise UnusableCheckpointError(f"{first} is of another save than those next to it")
-        found = parts[0]
-        residuals = zip(*(part["pipeline"]["reducer"]["residuals"] for part in parts), strict=True)
-        found["left out"] = [torch.stack(of_all).mean(0) for of_all in residuals]
-        found["pipeline"]["reducer"]["residuals"] = []
-        found["pipeline"]["world_size"] = self._mesh[0]
-        return found
+        return parts[0] | {"pipelines": [part["pipeline"] for part in parts]}
 
     def _read(self, path: Path) -> dict[str, Any]:
         found = read_file(path, _KINDS)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import collections
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipesgd.data.augmentation import batch_seed
 from pipesgd.errors import CheckpointError, PipesgdError
+from pipesgd.pipeline.on_pipeline import OnPipeline
 from pipesgd.strategy import Strategy
+
+
+def _in_flight(strategy: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the gradients in flight in a strategy's state, whose means are the same on all ranks."""
+    found: list[dict[str, Any]] = strategy.get("pipeline", strategy).get("in_flight", [])
+    return found
 
 
 @dataclass(kw_only=True)
@@ -40,11 +49,13 @@ class RunState:
                 "optimizer": self.optimizer.state_dict() | ({"state": {}} if self.strategy.owns_optimizer else {}),
                 "schedule": self.schedule.state_dict(),
             }
-        shared = replica if self.strategy.replicated else {}
+        strategy = self.strategy.state_dict()
+        means = [gradient.pop("flats") for gradient in _in_flight(strategy)]
+        shared = (replica if self.strategy.replicated else {}) | {"means": means}
         own = {
             **({} if self.strategy.replicated else replica),
             "buffers": dict(self.model.named_buffers()),
-            "strategy": self.strategy.state_dict(),
+            "strategy": strategy,
             "losses": list(self.losses),
             "seconds": seconds,
             "nonfinite": self.nonfinite,
@@ -52,6 +63,12 @@ class RunState:
             "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         }
         return shared, own
+
+    def of_new_rank(self, iteration: int) -> dict[str, Any]:
+        """Return what a rank that is new after ``iteration`` has of its own in place of a former rank's."""
+        seed = batch_seed(torch.initial_seed(), iteration, 0)
+        rng = torch.Generator().manual_seed(seed).get_state()
+        return {"losses": [], "nonfinite": 0, "rng": rng, "cuda_rng": None}
 
     def what_is_wrong_with(self, shared: dict[str, Any], own: dict[str, Any]) -> str | None:
         """Return why (``shared``, ``own``) is not a ``snapshot`` of these parts; None if it is one."""
@@ -61,6 +78,7 @@ class RunState:
             *((name, dict, own.get(name)) for name in ("buffers", "strategy")),
             *(("losses", list, own.get("losses")), ("seconds", float, own.get("seconds"))),
             ("rng", torch.Tensor, own.get("rng")),
+            ("means", list, shared.get("means")),
         ]:
             if not isinstance(there, kind):
                 return f"its {part} must be a {kind.__name__}; got {type(there).__name__}"
@@ -79,14 +97,19 @@ class RunState:
             return "its optimizer has other groups of parameters"
         return None if all(isinstance(loss, float) for loss in own["losses"]) else "its losses must be numbers"
 
-    def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+    def restore(
+        self, shared: dict[str, Any], own: dict[str, Any], others: Sequence[dict[str, Any]] | None = None
+    ) -> None:
         """Restore a ``snapshot``.
+
+        With ``others``, it is of another number of ranks: these are the states of former ranks that this rank takes
+        over besides ``own``; see ``OnPipeline.load_members``.
 
         Raises:
             CheckpointError: it is not a snapshot of these parts, although ``what_is_wrong_with`` found nothing.
         """
         try:
-            self._restore(shared, own)
+            self._restore(shared, own, others)
         except PipesgdError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as failure:
@@ -96,7 +119,7 @@ class RunState:
                 "move it away, or begin again with --overwrite"
             ) from failure
 
-    def _restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+    def _restore(self, shared: dict[str, Any], own: dict[str, Any], others: Sequence[dict[str, Any]] | None) -> None:
         replica = shared if self.strategy.replicated else own
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -105,10 +128,17 @@ class RunState:
                 buffer.copy_(own["buffers"][name])
         self.optimizer.load_state_dict(replica["optimizer"])
         self.schedule.load_state_dict(replica["schedule"])
-        self.strategy.load_state_dict(own["strategy"])
+        members = [own, *(others or ())]
+        for member in members:
+            for gradient, flats in zip(_in_flight(member["strategy"]), shared["means"], strict=True):
+                gradient["flats"] = flats
+        if others is None:
+            self.strategy.load_state_dict(own["strategy"])
+        else:
+            cast(OnPipeline, self.strategy).load_members([member["strategy"] for member in members])
         self.losses.extend(own["losses"])
         self.seconds = own["seconds"]
-        self.nonfinite = own["nonfinite"]
+        self.nonfinite = sum(member["nonfinite"] for member in members)
         torch.set_rng_state(own["rng"])
         if own["cuda_rng"] is not None:
             torch.cuda.set_rng_state(own["cuda_rng"])

@@ -18,6 +18,7 @@ from pipesgd.data.samples import on_tensors, outputs_of
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.functions import OWN, in_one_line, kind
 from pipesgd.guests import guest
+from pipesgd.membership.record import Record
 from pipesgd.optim.build import check_model
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.exchanges import Exchanges, Reduce
@@ -201,6 +202,7 @@ def agree_on_workload(
         {},
         {"parameters": describe_parameters(model, model.parameters()), "buffers": describe_buffers(model)},
     )
-    batches.iterations_per_epoch = min(iterations)
+    if data.sharded:
+        batches.record = Record.begun(min(iterations), 1)
     samples: int = min(lengths) * (len(lengths) if data.sharded else 1)
     return samples

@@ -24,6 +24,7 @@ from _runs import contents
 from pipesgd.errors import CheckpointError
 from pipesgd.ranks import Ranks
 from pipesgd.run.checkpoint import Checkpoints
+from pipesgd.run.checkpoint_files import FORMAT
 from pipesgd.run.checkpoint_folder import CheckpointFolder
 
 
@@ -225,7 +226,7 @@ def write(path: Path, value: object) -> None:
         (_other_world_size, "rank-0.pt is of world size 7, not 1"),
         (_pickle, "shared.pt is no checkpoint (UnpicklingError: "),
         (_number_of_numpy, "shared.pt is no checkpoint (UnpicklingError: Unsupported global: GLOBAL numpy."),
-        (_nested, "shared.pt is no checkpoint of pipesgd in format 2"),
+        (_nested, f"shared.pt is no checkpoint of pipesgd in format {FORMAT}"),
         (_link_to_itself, f"shared.pt: {os.strerror(errno.ELOOP)})"),
     ],
 )

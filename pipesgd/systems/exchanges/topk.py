@@ -154,6 +154,9 @@ class TopKReducer:
         self._velocities = [velocity.clone() for velocity in state["velocities"]]
         self._residuals = [residual.clone() for residual in state["residuals"]]
 
+    def of_members(self, alike: dict[str, Any], taken: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        raise UserInputError("codec must be another one where the number of ranks changes; got topk")
+
     def _counts(self, buffer: FlatBuffer, iteration: int) -> list[int]:
         """Return the number of values of each flat tensor that are sent in ``iteration``."""
         density = density_in(iteration, self._options.density, self._options.density_warmup)
