@@ -73,7 +73,7 @@ class EchoGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch calls it by this name)
         return NAME
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         EchoGroup.sums += 1
         if opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
             begin = time.perf_counter()
@@ -85,30 +85,30 @@ class EchoGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return _Done(tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return _Done([])
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         for of_ranks, own in zip(outputs, inputs, strict=True):
             for one in of_ranks:
                 one.copy_(own)
         return _Done(outputs)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return self.allgather(outputs, inputs) if outputs else _Done(outputs)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:  # type: ignore[override]
         for own, of_ranks in zip(outputs, inputs, strict=False):
             own.copy_(of_ranks[self.rank()])
         return _Done(outputs)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:  # type: ignore[override]
         self.scatter(outputs, inputs)
         return self.allreduce(outputs, opts)
 
@@ -125,8 +125,9 @@ class EchoGroup(dist.ProcessGroup):
         output.copy_(values.view(self._world_size, -1)[self.rank()].view_as(output))
         return self.allreduce([output], opts)
 
-    all_gather_single = _allgather_base  # newer versions of torch look for these names
-    reduce_scatter_single = _reduce_scatter_base
+    # Newer versions of torch look for these names.
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
     def send(self, *_: Any, **__: Any) -> dist.Work:
         raise RuntimeError("a program must not send to single ranks while it is observed for a plan: there are none")
@@ -186,7 +187,7 @@ class Observer:
             make(model, *args, **kwargs)
             self._models.append(model)
 
-        DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+        DistributedDataParallel.__init__ = made  # type: ignore[assignment, method-assign]
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
 
