@@ -22,6 +22,8 @@ class Invariants:
     - Order: each rank applies units in order, each once.
     - Sums: all members take part in a unit once; its sum is what they put in, its divisor the number of contributors.
     - Residuals: along the final history, what one sum left out is what the next one starts from.
+    - Truth: what a member holds is what it has promised. Only one that a ballot has levelled that came to nothing may
+      hold more than the base of a record that names it, and leaves.
     - Samples: each slice is in one applied unit, or due, or waits to be given out.
     """
 
@@ -84,6 +86,12 @@ class Invariants:
         """Check that members enter a generation with the same state."""
         if self._at_base.setdefault(record.number, state) != state:
             raise ViolationError(f"{who} enters generation {record.number} with another state")
+
+    def see_unfit(self, who: int, record: Record, newest: int, *, was_levelled: bool) -> None:
+        """Check that a member is unfit for a generation that names it only since a void ballot has levelled it."""
+        self.counts["left with more than the base"] += 1
+        if newest < record.base or not was_levelled:
+            raise ViolationError(f"{who} holds unit {newest}, but generation {record.number} has base {record.base}")
 
     def see_snapshot(self, who: int, donor: int, unit: int) -> None:
         """Let the history of ``who`` be that of its donor up to ``unit``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from pipesgd.membership.generation import Record
+from pipesgd.membership.generation import NO_BALLOT, Record
 from pipesgd.membership.messages import (
     Enter,
     FeedLog,
@@ -95,6 +95,9 @@ class Judge(Protocol):
 
     def see_entry(self, who: int, record: Record, state: Weights) -> None:
         """Note the state with which ``who`` enters a generation."""
+
+    def see_unfit(self, who: int, record: Record, newest: int, *, was_levelled: bool) -> None:
+        """Note that ``who`` leaves since it does not hold exactly the base of ``record``, which names it."""
 
     def see_snapshot(self, who: int, donor: int, unit: int) -> None:
         """Note that ``who`` starts from the state of ``donor``."""
@@ -184,6 +187,12 @@ class Trainer:
         self.member.stopped(self.begun, now)
         self.act(now)
 
+    def ask_to_leave(self, now: float) -> None:
+        """Ask the others to continue without this rank, if it is a member."""
+        if self.member is not None:
+            self.member.leave(now)
+        self.act(now)
+
     def tick(self, now: float) -> None:
         """Let time pass."""
         self.machine.tick(now)
@@ -222,7 +231,7 @@ class Trainer:
                     case Enter():
                         self._enter(action.record, now)
                     case Leave():
-                        self._network.leave(self.me, action.why)
+                        self._leave(action)
                     case FeedSnapshot():
                         snapshot = Snapshot(action.unit, self._states[action.unit])
                         self._network.send(self.me, action.to, snapshot)
@@ -237,6 +246,12 @@ class Trainer:
                         self._judge.see_snapshot(self.me, self.machine.donor, action.unit)
                     case Forget():
                         self.newest = -1
+
+    def _leave(self, action: Leave) -> None:
+        if action.unfit_for is not None:
+            was_levelled = self.member is not None and self.member.vote.levelled != NO_BALLOT
+            self._judge.see_unfit(self.me, action.unfit_for, self.newest, was_levelled=was_levelled)
+        self._network.leave(self.me, action.why)
 
     def _supply(self, action: Supply) -> None:
         units = range(action.first, action.last + 1)

@@ -22,12 +22,14 @@ ADMISSION_SECONDS = 40.0
 """Seconds after the last fault within which everybody alive is a member."""
 UNITS = 3
 """Units by which progress is seen."""
-FAULTS = ("kill", "kill", "power", "stop", "stop", "cut", "partition", "flap", "join", "join", "murder")
+FAULTS = ("kill", "kill", "power", "stop", "stop", "cut", "partition", "flap", "join", "join", "murder", "leave")
 """Kinds of faults, each as often as it comes. A murder is the kill of whoever leads a change."""
 GAPS = (0.01, 0.05, 0.2, 0.6, 2.0, 3.2, 4.0)
 """Mean seconds between faults, so that several come during one change."""
 PAUSES = (0.3, 1.0, 2.9, 3.1, 4.5, 8.0)
 """Seconds for which processes are stopped and connections are cut, about: below and above the longest silence."""
+RATE_ERROR = 0.02
+"""Largest error of the rate of a rank's clock."""
 FRAMES, CONTROL = 0, 1
 """Connections between two ranks. Messages keep their order on each, not between them."""
 MISHAPS = (AssertionError, ArithmeticError, LookupError, ValueError, RecursionError, StopIteration)
@@ -75,8 +77,11 @@ class World:
         self._trainer_class = type("_Trainer", (trainer_class,), {"member_class": member_class})
         self._heap: list[tuple[float, int, str, int, Any]] = []
         self._sequence = 0
+        self._clocks: dict[int, tuple[float, float]] = {}
+        """Time at 0, and rate, of each rank's clock."""
         self._stopped: dict[int, list[tuple[str, Any]]] = {}
         """Events that wait until a stopped process continues."""
+        self._leaving: set[int] = set()
         self._cut: dict[Pair, float] = {}
         self._held: dict[Pair, list[Message | Frame]] = {}
         """What waits for the end of a cut, by sender and receiver."""
@@ -92,8 +97,8 @@ class World:
         self.invariants = Invariants(record)
         self._next_id = len(members)
         for who in members:
-            machine = member_class(who, record, 0.0, results_kept=LOG_KEPT, least=self.least, most=MOST)
-            self._add(machine)
+            now = self._set_clock(who)
+            self._add(member_class(who, record, now, results_kept=LOG_KEPT, least=self.least, most=MOST))
         self._plan_faults()
 
     # ---- Network of the ranks
@@ -117,11 +122,22 @@ class World:
         self._at(self.now + delay, "interrupted", who)
 
     def leave(self, who: int, why: str) -> None:
-        """Let ``who`` end, and come back as a newcomer."""
+        """Let ``who`` end, and come back as a newcomer unless it has asked to leave."""
         self.counts["left behind"] += 1
         self._trace(f"{who} is out: {why}")
         self._kill(who, power=False)
-        self._at(self.now + 0.3 + self.random.random(), "join", -1)
+        if who not in self._leaving:
+            self._at(self.now + 0.3 + self.random.random(), "join", -1)
+
+    def _set_clock(self, who: int) -> float:
+        """Give ``who`` a clock; return its time."""
+        rate = 1 + RATE_ERROR * (2 * self.random.random() - 1)
+        self._clocks[who] = (1000 * self.random.random(), rate)
+        return self._time(who)
+
+    def _time(self, who: int) -> float:
+        begin, rate = self._clocks[who]
+        return begin + rate * self.now
 
     def _at(self, when: float, kind: str, who: int, data: Any = None) -> None:
         self._sequence += 1
@@ -131,7 +147,7 @@ class World:
         trainer = self._trainer_class(machine, self, self.invariants, width=self.width, least=self.least)
         self.ranks[trainer.me] = trainer
         self._at(self.now + self.random.random() * TICK_SECONDS, "tick", trainer.me)
-        trainer.start(self.now)
+        trainer.start(self._time(trainer.me))
 
     def _deliver(self, source: int, to: int, body: Message | Frame) -> None:
         delay = self.latency * (0.5 + self.random.random())
@@ -222,6 +238,10 @@ class World:
                 self._at(until, "continue", who)
         elif kind == "join":
             self._join()
+        elif kind == "leave":
+            who = chance.choice(alive)
+            self._leaving.add(who)
+            self._at(self.now, "leave", who)
         elif len(alive) > 1 and kind == "flap":
             self._break(pair_of(*chance.sample(alive, 2)))
         elif len(alive) > 1:
@@ -245,8 +265,8 @@ class World:
         return found
 
     def _join(self) -> None:
-        self._add(Newcomer(self._next_id, self.now, contacts=self._contacts()))
-        self._next_id += 1
+        who, self._next_id = self._next_id, self._next_id + 1
+        self._add(Newcomer(who, self._set_clock(who), contacts=self._contacts()))
 
     # ---- Running
 
@@ -295,7 +315,7 @@ class World:
             self._at(self.now + 0.5, "look", -1)
 
     def _act(self, kind: str, who: int, data: Any) -> None:
-        rank = self.ranks[who]
+        rank, now = self.ranks[who], self._time(who)
         if kind == "message":
             source, connection, epoch, body = data
             pair = pair_of(source, who)
@@ -307,23 +327,25 @@ class World:
                 return
             if self._say is not None and not isinstance(body, Frame | Beat):
                 self._trace(f"{source} -> {who}: {body}")
-            rank.receive(source, body, self.now)
+            rank.receive(source, body, now)
         elif kind == "computed":
-            rank.computed(data, self.now)
+            rank.computed(data, now)
         elif kind == "interrupted":
-            rank.stop(self.now)
+            rank.stop(now)
+        elif kind == "leave":
+            rank.ask_to_leave(now)
         elif kind == "tick":
             self._at(self.now + TICK_SECONDS, "tick", who)
             is_looking = rank.member is not None and rank.member.state in (State.FROZEN, State.STUCK)
             if (is_looking or rank.member is None) and self.random.random() < 0.1:
                 rank.machine.contacts = self._contacts()
-            rank.tick(self.now)
+            rank.tick(now)
         elif kind == "gone":
             self._trace(f"{who} is told that {data} has ended")
-            rank.gone(data, self.now)
+            rank.gone(data, now)
         elif kind == "broken":
             self._trace(f"{who} is told that its connection to {data} has ended")
-            rank.broken(data, self.now)
+            rank.broken(data, now)
 
     def _continue(self, who: int) -> None:
         """Let a stopped process do what has waited; the tick that was due comes anywhere among it."""

@@ -219,6 +219,8 @@ class Leave:
     """End: the others continue without this process, which may come back as a newcomer under another id."""
 
     why: str
+    unfit_for: Record | None = None
+    """Generation that names this process, which does not hold exactly its base; None if none does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ class Newcomer:
         if self.newest == record.base:
             self.actions.append(Enter(record))
         else:
-            self._leave(f"holds unit {self.newest}, not {record.base}, the base of generation {record.number}")
+            self._leave(f"holds unit {self.newest}, not {record.base}, the base of generation {record.number}", record)
 
     def _hold(self, unit: int, result: object) -> None:
         self.newest = unit
@@ -192,9 +192,9 @@ class Newcomer:
         self.donor, self.newest = None, -1
         self.actions.append(Forget())
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, unfit_for: Record | None = None) -> None:
         self._is_over = True
-        self.actions.append(Leave(why))
+        self.actions.append(Leave(why, unfit_for))
 
     def _send(self, to: int, message: Message) -> None:
         self.actions.append(Send(to, message))

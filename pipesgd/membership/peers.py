@@ -15,6 +15,8 @@ BEAT_SECONDS = 1.0
 """Seconds between two heartbeats."""
 SILENT_SECONDS = 3.0
 """Seconds without a message after which a member is lost."""
+LEASE_SECONDS = 2.8
+"""Seconds after which a member may call another one silent, at the earliest: clocks may differ by three per cent."""
 TICK_SECONDS = 0.5
 """Seconds between two ticks."""
 SHORTEST_RETRY = 1.0
@@ -31,7 +33,7 @@ class Peers:
     """Knowledge of one member about the others.
 
     A member is *lost* if it is proven dead, or silent for ``SILENT_SECONDS``; time in which this process was stopped
-    does not count. It has died *for certain* if its end became known while its lease lasted: ``SILENT_SECONDS`` from
+    does not count. It has died *for certain* if its end became known while its lease lasted: ``LEASE_SECONDS`` from
     the time at which this member sent the newest heartbeat that the other one has echoed. It cannot have called this
     member silent by then.
     """
@@ -87,7 +89,7 @@ class Peers:
     def bury(self, peer: int, now: float) -> None:
         """Note that the process of ``peer`` has ended."""
         self.dead.add(peer)
-        if peer in self._lease and now < self._lease[peer] + SILENT_SECONDS:
+        if peer in self._lease and now < self._lease[peer] + LEASE_SECONDS:
             self.certain.add(peer)
 
     def is_lost(self, peer: int, now: float) -> bool:

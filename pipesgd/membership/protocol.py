@@ -122,6 +122,8 @@ class Member:
         self.actions: list[Action] = []
         self.proposal: Proposal | None = None
         """Change that this member leads."""
+        self.vote = Vote(control=now)
+        """State of this member in the change that may be under way."""
         self._most = most
         self._is_out = False
         self._begun = 0
@@ -134,31 +136,31 @@ class Member:
         """State of this member."""
         if self._is_out:
             return State.OUT
-        if self._vote.is_frozen:
-            return State.STUCK if self._vote.is_stuck else State.FROZEN
+        if self.vote.is_frozen:
+            return State.STUCK if self.vote.is_stuck else State.FROZEN
         return State.PAUSED if len(self.record.members) < self.least else State.ACTIVE
 
     # ---- Events
 
     def holds(self, unit: int, now: float) -> None:
         """Note that the ring has completed ``unit``. Everybody has added to it, so everybody holds the one before."""
-        assert not self._vote.has_stopped
+        assert not self.vote.has_stopped
         assert unit == self.newest + 1
         self.newest = unit
         self._donor.learn(self.newest, stable=unit - 1)
 
     def stopped(self, begun: int, now: float) -> None:
         """Note that the sums have ended, and that ``begun`` iterations have begun: final in this generation."""
-        self._vote.has_stopped, self._begun = True, begun
-        if self._vote.awaiting is not None:
-            self._adopt(self._vote.awaiting, now)
+        self.vote.has_stopped, self._begun = True, begun
+        if self.vote.awaiting is not None:
+            self._adopt(self.vote.awaiting, now)
         elif not self._is_out:
             self._promise(now)
 
     def leave(self, now: float) -> None:
         """Ask to be left out of the next generation. A record that names this member answers no: nobody would stay."""
-        self._vote.leaves = True
-        if not (self._is_out or self._vote.is_frozen):
+        self.vote.leaves = True
+        if not (self._is_out or self.vote.is_frozen):
             self._propose(now)
 
     def gone(self, peer: int, now: float) -> None:
@@ -197,19 +199,19 @@ class Member:
                 self._advance(now)
             case Refuse() if self.proposal is not None and message.generation == self.record.number:
                 if message.ballot > self.proposal.ballot:
-                    self._vote.promised = max(self._vote.promised, message.ballot)
-                    self.proposal, self._vote.control = None, now
-            case Level() if message.ballot == self._vote.promised and message.generation == self.record.number:
-                self._vote.control = now
+                    self.vote.promised = max(self.vote.promised, message.ballot)
+                    self.proposal, self.vote.control = None, now
+            case Level() if message.ballot == self.vote.promised and message.generation == self.record.number:
+                self.vote.control = now
                 fetch = Fetch(message.generation, message.ballot, self.newest + 1, message.base)
                 self._answer(message.holder, fetch, now)
             case Fetch():
                 self.actions.append(Supply(source, message.generation, message.ballot, message.first, message.last))
             case Results() if message.generation == self.record.number and self._counts(message.ballot):
                 self._take(message, now)
-            case Accept() if message.generation == self.record.number and message.ballot >= self._vote.promised:
-                self._vote.promised, self._vote.control = message.ballot, now
-                self._vote.accepted, self._vote.accepted_in = message.value, message.ballot
+            case Accept() if message.generation == self.record.number and message.ballot >= self.vote.promised:
+                self.vote.promised, self.vote.control = message.ballot, now
+                self.vote.accepted, self.vote.accepted_in = message.value, message.ballot
                 self._answer(source, Accepted(message.generation, message.ballot), now)
             case Accepted() if (proposal := self._own(message)) is not None:
                 proposal.accepted.add(source)
@@ -225,19 +227,19 @@ class Member:
         """Do what is due by time. To be called every ``TICK_SECONDS``."""
         if self._is_out:
             return
-        self._vote.control += self.peers.wake(now)
+        self.vote.control += self.peers.wake(now)
         if now - self._beaten >= BEAT_SECONDS:
             self._beat(now)
-        if not self._vote.is_frozen:
+        if not self.vote.is_frozen:
             self._well = now
         elif now - self._well > STUCK_RETRIES * self._retry(now):
-            self._vote.is_stuck = True
+            self.vote.is_stuck = True
         silent = any(self.peers.is_lost(member, now) for member in self.record.members)
         if self.proposal is not None:
             self._tick_proposal(self.proposal, now)
-        elif self._vote.is_frozen or self._vote.suspicious is not None or silent:
+        elif self.vote.is_frozen or self.vote.suspicious is not None or silent:
             self._tick_suspicious(silent, now)
-        elif self._vote.leaves:
+        elif self.vote.leaves:
             self._propose(now)
         else:
             self._admit(now)
@@ -270,11 +272,11 @@ class Member:
         """Let the first living member propose the next generation: something is wrong with this one."""
         if self._is_out:
             return
-        if self._vote.suspicious is None:
-            self._vote.suspicious = now
+        if self.vote.suspicious is None:
+            self.vote.suspicious = now
         if self.proposal is not None:
             self._advance(now)
-        elif not self._vote.is_frozen:
+        elif not self.vote.is_frozen:
             first = self.peers.living(self.record.members, now)[0]
             if first == self.me:
                 self._propose(now)
@@ -284,20 +286,20 @@ class Member:
     def _tick_suspicious(self, silent: bool, now: float) -> None:
         """Propose when those before this member have had the time to do it."""
         place = self.peers.living(self.record.members, now).index(self.me)
-        if self._vote.is_frozen:
-            since, patience = self._vote.control, backoff(self._vote.promised, self._retry(now)) * (1 + place)
+        if self.vote.is_frozen:
+            since, patience = self.vote.control, backoff(self.vote.promised, self._retry(now)) * (1 + place)
         else:
-            since = max(self._vote.control, now - 0.5 if self._vote.suspicious is None else self._vote.suspicious)
+            since = max(self.vote.control, now - 0.5 if self.vote.suspicious is None else self.vote.suspicious)
             patience = 0.7 * self._retry(now) * place
         if now - since >= patience:
             self._propose(now)
-        elif silent and not self._vote.is_frozen:
+        elif silent and not self.vote.is_frozen:
             self._suspect(now)
 
     # ---- 1. Prepare, promise
 
     def _propose(self, now: float, joiners: tuple[int, ...] = ()) -> None:
-        ballot = Ballot(self._vote.promised.number + 1, self.me)
+        ballot = Ballot(self.vote.promised.number + 1, self.me)
         self.proposal = Proposal(ballot, joiners, since=now, sent=now)
         prepare = Prepare(self.record, ballot)
         for peer in (*self._others(), *joiners):
@@ -306,33 +308,33 @@ class Member:
 
     def _on_prepare(self, source: int, message: Prepare, now: float) -> None:
         self._learn(source, message.record, now)
-        if self._is_out or self._vote.awaiting is not None or message.record.number < self.record.number:
+        if self._is_out or self.vote.awaiting is not None or message.record.number < self.record.number:
             return
-        if message.ballot < self._vote.promised:
-            self._send(source, Refuse(self.record.number, self._vote.promised))
+        if message.ballot < self.vote.promised:
+            self._send(source, Refuse(self.record.number, self.vote.promised))
             return
-        if message.ballot > self._vote.promised and message.ballot.member != self.me:
+        if message.ballot > self.vote.promised and message.ballot.member != self.me:
             self.proposal = None
-        self._vote.promised, self._vote.control = message.ballot, now
-        if not self._vote.is_frozen:
-            self._vote.is_frozen = True
+        self.vote.promised, self.vote.control = message.ballot, now
+        if not self.vote.is_frozen:
+            self.vote.is_frozen = True
             self.actions.append(Stop())
-        elif self._vote.has_stopped:
+        elif self.vote.has_stopped:
             self._promise(now)
 
     def _promise(self, now: float) -> None:
         """Answer the newest ballot, now that what this member holds is final."""
         promise = Promise(
             self.record.number,
-            self._vote.promised,
-            self._vote.accepted,
-            self._vote.accepted_in,
+            self.vote.promised,
+            self.vote.accepted,
+            self.vote.accepted_in,
             self.newest,
             self._begun,
-            self._vote.levelled,
-            self._vote.leaves,
+            self.vote.levelled,
+            self.vote.leaves,
         )
-        self._answer(self._vote.promised.member, promise, now)
+        self._answer(self.vote.promised.member, promise, now)
 
     # ---- 2. to 5. The proposer's side
 
@@ -432,7 +434,7 @@ class Member:
                 return
             proposal.sent = now
             self._ask_again(proposal)
-            if self._vote.is_stuck:
+            if self.vote.is_stuck:
                 self._donor.give_up()  # a member that is stuck is no donor
             if self.contacts:  # perhaps the others have continued elsewhere
                 self.contacts.append(self.contacts.pop(0))
@@ -451,13 +453,13 @@ class Member:
 
     def _counts(self, ballot: Ballot) -> bool:
         """Return True if results for ``ballot`` count: what this member has told a later ballot must stay true."""
-        return ballot == self._vote.promised
+        return ballot == self.vote.promised
 
     def _take(self, message: Results, now: float) -> None:
-        self._vote.control = now
+        self.vote.control = now
         for unit in sorted(message.results):
             if unit == self.newest + 1:
-                self.newest, self._vote.levelled = unit, message.ballot
+                self.newest, self.vote.levelled = unit, message.ballot
                 self.actions.append(Take(unit, message.results[unit]))
         self._promise(now)
 
@@ -469,8 +471,8 @@ class Member:
             return
         if self.me not in record.members:
             self._go(f"left behind by generation {record.number}")
-        elif self._vote.is_frozen and not self._vote.has_stopped:
-            self._vote.awaiting = record
+        elif self.vote.is_frozen and not self.vote.has_stopped:
+            self.vote.awaiting = record
         elif self._fits(record):
             self.record = record
             self._enter(record, now)
@@ -479,19 +481,19 @@ class Member:
             if self.peers.dead & set(record.members):
                 self._suspect(now)
         else:
-            self._go(f"holds unit {self.newest}, not {record.base}, the base of generation {record.number}")
+            self._go(f"holds unit {self.newest}, not {record.base}, the base of generation {record.number}", record)
 
     def _fits(self, record: Record) -> bool:
         return self.newest == record.base
 
-    def _go(self, why: str) -> None:
+    def _go(self, why: str, unfit_for: Record | None = None) -> None:
         self._is_out = True
         self.proposal = None
-        self.actions.append(Leave(why))
+        self.actions.append(Leave(why, unfit_for))
 
     def _enter(self, record: Record, now: float) -> None:
         """Forget what was of the generation before."""
-        self._vote = Vote(control=now)
+        self.vote = Vote(control=now)
         self._held: dict[int, int] = {}
         self.proposal = None
         self.peers.hear_all(record.members, now)
