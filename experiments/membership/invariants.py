@@ -14,7 +14,7 @@ class ViolationError(Exception):
 
 
 class Invariants:
-    """What must hold in every schedule, whatever dies, stops or is cut off.
+    """Checker of what must hold in every schedule, whatever dies, stops or is cut off.
 
     - Agreement: there is one record of each number.
     - Bits: members of a generation have identical states at its base and after each unit.

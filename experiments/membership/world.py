@@ -26,6 +26,10 @@ FAULTS = ("kill", "kill", "power", "stop", "stop", "cut", "partition", "flap", "
 """Kinds of faults, each as often as it comes. A murder is the kill of whoever leads a change."""
 GAPS = (0.01, 0.05, 0.2, 0.6, 2.0, 3.2, 4.0)
 """Mean seconds between faults, so that several come during one change."""
+HARD_SHARE = 0.2
+"""Share of schedules with up to ten faults, most of them during changes, and fewer deaths, so that these last."""
+HARD_FAULTS = ("murder", "stop", "stop", "cut", "partition", "partition", "flap", "join", "join", "leave")
+HARD_GAPS = (0.05, 0.1, 0.2, 0.4, 0.8, 3.1)
 PAUSES = (0.3, 1.0, 2.9, 3.1, 4.5, 8.0)
 """Seconds for which processes are stopped and connections are cut, about: below and above the longest silence."""
 RATE_ERROR = 0.02
@@ -84,7 +88,7 @@ class World:
         self._leaving: set[int] = set()
         self._cut: dict[Pair, float] = {}
         self._held: dict[Pair, list[Message | Frame]] = {}
-        """What waits for the end of a cut, by sender and receiver."""
+        """Messages that wait for the end of a cut, by sender and receiver."""
         self._epochs: collections.Counter[tuple[Pair, int]] = collections.Counter()
         """Number of times that a connection was lost with what was in flight."""
         self._last: dict[tuple[int, int, int], float] = {}
@@ -211,10 +215,12 @@ class World:
     # ---- Faults
 
     def _plan_faults(self) -> None:
+        is_hard = self.random.random() < HARD_SHARE
+        faults, gaps = (HARD_FAULTS, HARD_GAPS) if is_hard else (FAULTS, GAPS)
         when = 1.0
-        for _ in range(self.random.randint(1, 6)):
-            when += self.random.choice(GAPS) * self.random.random() * 2
-            self._at(when, "fault", -1, self.random.choice(FAULTS))
+        for _ in range(self.random.randint(3, 10) if is_hard else self.random.randint(1, 6)):
+            when += self.random.choice(gaps) * self.random.random() * 2
+            self._at(when, "fault", -1, self.random.choice(faults))
             self._calm = when
 
     def _fault(self, kind: str) -> None:

@@ -45,7 +45,7 @@ class Peers:
         self.dead: set[int] = set()
         """Members whose process is known to have ended."""
         self.certain: set[int] = set()
-        """Those among them that have died for certain."""
+        """Members that have died for certain."""
         self._looked = now
         self._sent: collections.deque[float] = collections.deque(maxlen=BEATS_KEPT)
         self._count = 0
