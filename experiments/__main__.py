@@ -60,6 +60,7 @@ class Experiment:
 
 KEEP_RUNS = (
     "accuracy",
+    "explore_membership",
     "faults",
     "fig02_breakdown",
     "kill_anywhere",
@@ -73,6 +74,7 @@ EXPERIMENTS = (
     Experiment(name="bench_torchft", words="bench_torchft", minutes=7),
     Experiment(name="one_weird_trick", words="one_weird_trick", minutes=40, ranks=4),
     Experiment(name="faults", words="faults", minutes=20),
+    Experiment(name="explore_membership", words="explore_membership", minutes=25),
     Experiment(name="kill_anywhere", words="kill_anywhere", minutes=5),
     Experiment(name="kill_testbed", words="kill_testbed", minutes=3),
     Experiment(name="encrypted_network", words="encrypted_network", minutes=5),

@@ -50,7 +50,7 @@ BLOCK = 1_000
 """Schedules that are kept together."""
 TRACE_LINES, LINE_WIDTH = 40, 200
 """Lines of the trace of a violation that are printed, and characters of each."""
-NICENESS = 19
+NICENESS = 10
 """Niceness that is added to that of this process."""
 
 
