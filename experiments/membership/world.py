@@ -11,7 +11,7 @@ from typing import Any
 from experiments.membership.invariants import Invariants, ViolationError
 from experiments.membership.trainer import LOG_KEPT, MOST, Frame, Trainer
 from pipesgd.membership.generation import first_record, is_quorum
-from pipesgd.membership.messages import Beat, Message
+from pipesgd.membership.messages import Beat, Log, Message, Results, Snapshot
 from pipesgd.membership.newcomer import Newcomer
 from pipesgd.membership.peers import TICK_SECONDS
 from pipesgd.membership.protocol import Member, State
@@ -34,8 +34,8 @@ PAUSES = (0.3, 1.0, 2.9, 3.1, 4.5, 8.0)
 """Seconds for which processes are stopped and connections are cut, about: below and above the longest silence."""
 RATE_ERROR = 0.02
 """Largest error of the rate of a rank's clock."""
-FRAMES, CONTROL = 0, 1
-"""Connections between two ranks. Messages keep their order on each, not between them."""
+FRAMES, CONTROL, BULK = CONNECTIONS = (0, 1, 2)
+"""Connections between two ranks: of the ring, of small messages, of results and states. Each keeps its own order."""
 MISHAPS = (AssertionError, ArithmeticError, LookupError, ValueError, RecursionError, StopIteration)
 """Exceptions of a state machine that is confused, which are violations, too."""
 
@@ -45,6 +45,13 @@ Pair = tuple[int, int]
 def pair_of(one: int, other: int) -> Pair:
     """Return two ranks in order."""
     return (one, other) if one < other else (other, one)
+
+
+def connection_of(body: Message | Frame) -> int:
+    """Return the connection that ``body`` takes."""
+    if isinstance(body, Frame):
+        return FRAMES
+    return BULK if isinstance(body, Results | Snapshot | Log) else CONTROL
 
 
 class World:
@@ -157,13 +164,13 @@ class World:
         delay = self.latency * (0.5 + self.random.random())
         if self.random.random() < 0.03:
             delay *= 10
-        connection = FRAMES if isinstance(body, Frame) else CONTROL
+        connection = connection_of(body)
         when = max(self.now + delay, self._last.get((source, to, connection), 0.0) + 1e-6)
         self._last[source, to, connection] = when
         self._at(when, "message", to, (source, connection, self._epochs[pair_of(source, to), connection], body))
 
     def _last_from(self, source: int, to: int) -> float:
-        return max(self.now, self._last.get((source, to, FRAMES), 0.0), self._last.get((source, to, CONTROL), 0.0))
+        return max(self.now, *(self._last.get((source, to, connection), 0.0) for connection in CONNECTIONS))
 
     def _kill(self, who: int, *, power: bool) -> None:
         """End a process; after a power cut its machine says so later, or never."""
@@ -184,17 +191,17 @@ class World:
                 soon = self._last_from(who, other) + 0.002 + 0.03 * self.random.random()
                 self._at(max(up_again, soon) if power else soon, "gone", other, who)
 
-    def _lose(self, pair: Pair, connections: tuple[int, ...] = (FRAMES, CONTROL)) -> None:
+    def _lose(self, pair: Pair, connections: tuple[int, ...] = CONNECTIONS) -> None:
         for connection in connections:
             self._epochs[pair, connection] += 1
 
     def _break(self, pair: Pair) -> None:
-        """End one connection of two ranks, or both."""
-        connections = self.random.choice(((FRAMES, CONTROL), (FRAMES, CONTROL), (FRAMES,), (CONTROL,)))
+        """End one connection of two ranks, or all."""
+        connections = self.random.choice((CONNECTIONS, CONNECTIONS, CONNECTIONS, (FRAMES,), (CONTROL,), (BULK,)))
         self._lose(pair, connections)
         for one, other in (pair, pair[::-1]):
             held = self._held.pop((one, other), [])
-            kept = [body for body in held if (FRAMES if isinstance(body, Frame) else CONTROL) not in connections]
+            kept = [body for body in held if connection_of(body) not in connections]
             if kept:
                 self._held[one, other] = kept
             self._at(self.now + 0.05 * self.random.random(), "broken", one, other)

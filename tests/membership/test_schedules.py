@@ -54,7 +54,7 @@ def violation(mistake: type[Trainer] | type[Member], seed: int) -> str:
         (AcceptedIgnored, range(100), "two generations"),
         (NoFencing, range(20, 60), "is not what was put in"),
         (DeadDoNotCount, range(120, 160), "two generations"),
-        (NoLease, range(560, 590), "two generations"),
+        (NoLease, range(535, 565), "two generations"),
         (EmptyUnitUpdates, range(1130, 1150), "division"),
     ],
 )
