@@ -61,6 +61,7 @@ class Experiment:
 KEEP_RUNS = (
     "accuracy",
     "bench_low_rank",
+    "explore_membership",
     "faults",
     "fig02_breakdown",
     "kill_anywhere",
@@ -75,6 +76,7 @@ EXPERIMENTS = (
     Experiment(name="bench_low_rank", words="bench_low_rank", minutes=50),
     Experiment(name="one_weird_trick", words="one_weird_trick", minutes=40, ranks=4),
     Experiment(name="faults", words="faults", minutes=20),
+    Experiment(name="explore_membership", words="explore_membership", minutes=25),
     Experiment(name="kill_anywhere", words="kill_anywhere", minutes=5),
     Experiment(name="changing_ranks", words="changing_ranks", minutes=10),
     Experiment(name="kill_testbed", words="kill_testbed", minutes=3),

@@ -156,8 +156,13 @@ def code_state() -> str | None:
 
 def sources(*own: Path) -> str:
     """Return a hash of the measured code and links and of ``own``, an experiment's files, whether committed or not."""
+    return hash_of(Path(pipesgd.__file__).parent, REPOSITORY / "experiments" / "testbed", *own)
+
+
+def hash_of(*roots: Path) -> str:
+    """Return a hash of the Python files ``roots``, and of all that are below those of them that are folders."""
     digest = hashlib.sha256()
-    for root in (Path(pipesgd.__file__).parent, REPOSITORY / "experiments" / "testbed", *own):
+    for root in roots:
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -1,0 +1,52 @@
+"""State of one member in one change, from a generation to the next: as one that votes, and as one that proposes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipesgd.membership.generation import NO_BALLOT, Ballot, Record
+from pipesgd.membership.messages import Promise
+
+
+@dataclass(slots=True)
+class Vote:
+    """A member's answers to ballots of its generation. Each generation begins with a new one."""
+
+    control: float
+    """Time of the newest step of a change: while there are some, others lead."""
+    promised: Ballot = NO_BALLOT
+    accepted: Record | None = None
+    accepted_in: Ballot = NO_BALLOT
+    levelled: Ballot = NO_BALLOT
+    """Newest ballot in which this member was levelled."""
+    is_frozen: bool = False
+    """True once this member has been asked to promise."""
+    has_stopped: bool = False
+    """True once its sums have ended: what it holds is final."""
+    is_stuck: bool = False
+    suspicious: float | None = None
+    """Time since which something has been wrong with the generation."""
+    awaiting: Record | None = None
+    """Decided generation that is entered as soon as the sums have ended."""
+    leaves: bool = False
+    """True if this member asks to be left out."""
+
+
+@dataclass(slots=True)
+class Proposal:
+    """A ballot of a member's own, and the answers to it."""
+
+    ballot: Ballot
+    joiners: tuple[int, ...]
+    since: float
+    sent: float
+    """Time at which those who had not answered were last asked."""
+    base: int = -2
+    """Base for which members were levelled. It never falls within a ballot: a result may be on its way to others."""
+    complete: float | None = None
+    """Time at which all members had answered; newcomers are waited for a little longer."""
+    promises: dict[int, Promise] = field(default_factory=dict)
+    told: dict[int, int] = field(default_factory=dict)
+    """Base that each member was last told to fetch."""
+    value: Record | None = None
+    accepted: set[int] = field(default_factory=set)
