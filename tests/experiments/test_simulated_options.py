@@ -68,7 +68,7 @@ REFUSED = {
     "cluster": "cluster.toml", "output": "runs/other", "resume": "",
     "overwrite": "", "dry-run": "", "device": "cuda", "timeout": "3", "stall-seconds": "3", "farewell-seconds": "3",
     "on-nonfinite": "skip", "check-replicas": "3", "checkpoint-seconds": "3", "checkpoint-iterations": "3",
-    "keep-checkpoints": "5", "trace": "", "log-messages": "",
+    "keep-checkpoints": "5", "trace": "", "log-messages": "", "recorder": "os:getcwd",
 }  # fmt: skip
 """Options that are refused, with a value and what it goes with."""
 
