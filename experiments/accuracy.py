@@ -18,6 +18,7 @@ output folder: the same command makes only those that are missing.
 
 from __future__ import annotations
 
+import json
 import math
 from argparse import Namespace
 from collections.abc import Sequence
@@ -51,10 +52,11 @@ from experiments.accuracy_runs import (
     rates_for,
     spread,
 )
-from experiments.results import Panels, Row, grouped, save
+from experiments.results import RESULTS, Panels, Row, grouped, save
 from experiments.simulated_runs import WORLD_SIZE, Plan
 from experiments.simulated_tables import mean_of_all
 from pipesgd.errors import UserInputError
+from pipesgd.planning.accuracy import MEASURED
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
@@ -175,6 +177,16 @@ draw = Panels(by=("workload",), plot=plot, panel=(4.6, 4.4), abreast=3).save
 # ---- Command
 
 
+def shipped(rows: list[Row]) -> list[Row]:
+    """Return what ``pipesgd`` itself knows of the rows, for the line at the end of a run."""
+    columns = ("workload", "iterations", "method", "seeds", "cost", "cost_low", "cost_high")
+    return [
+        {**{name: row[name] for name in columns}, "of_loss": row["unit"] != "points"}
+        for row in rows
+        if row["cost_high"] is not None
+    ]
+
+
 def publish(rows: list[Row], runs: Runs, folder: Path) -> None:
     """Save the rows and their figure, and print the rows."""
     extra = {
@@ -188,6 +200,8 @@ def publish(rows: list[Row], runs: Runs, folder: Path) -> None:
     }
     save(NAME, rows, extra=extra, folder=folder)
     draw(NAME, rows, folder)
+    if folder == RESULTS:
+        MEASURED.write_text(json.dumps(shipped(rows), indent=1) + "\n", encoding="utf-8")
     command.show(
         "Cost next to synchronous training after the same samples, paired by seed, with 95 % intervals",
         [_texts(row) for row in rows],

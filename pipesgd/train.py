@@ -589,8 +589,9 @@ class Run:
             show_summary(job.console, summary, [folder / name for name in names if (folder / name).exists()])
             if planned is not None and summary["planned"]["measured_seconds"] is not None:
                 job.say(planned.compare(summary["planned"]["measured_seconds"]))
-            if (line := hint(result.exposed_loading)) is not None:
-                job.say(line)
+            for line in (hint(result.exposed_loading), known_accuracy(config, job.model, job.iterations)):
+                if line is not None:
+                    job.say(line)
             job.say(f"next: tensorboard --logdir {shlex.quote(str(folder))} shows the curves")
         ends = job.workers.all_gather_object("the end", [str(folder), *trouble])
         for rank, (_, *failures) in enumerate(ends):
@@ -605,6 +606,16 @@ class Run:
         if job.workers.rank > 0 and job.workers.local_rank == 0:  # on its machine nothing else says that all is well
             where = job.ranks.addresses()[0].partition(" ")[0]  # without its interface
             say_on_stderr(f"rank {job.workers.rank}: done; results are on {where} in {ends[0][0]}")
+
+
+def known_accuracy(config: TrainConfig, model: nn.Module, iterations: int) -> str | None:
+    """Return what is known of the accuracy of runs like this one; None if there is nothing to be said."""
+    if config.pipeline.strategy != "pipelined" or config.in_windows:
+        return None
+    from pipesgd.planning import accuracy
+
+    codec = config.compression.chosen().codec
+    return accuracy.line(model, width=config.pipeline.width, codec=codec, iterations=iterations)
 
 
 def _follow(schedule: LRScheduler, record: Record, done: int) -> None:

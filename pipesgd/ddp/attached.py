@@ -219,7 +219,9 @@ class AttachedPipeline(OnPipeline):
         start = " after a synchronous start" if width > 1 and updates.synchronous_start else ""
         # DDP knows no limit of the rate, which exchanges of this run would show.
         trained = [one for one in ddp_model.parameters() if one.requires_grad and wire.rate_limit is None]
-        self._proof = Proof(f"width {width}{start}", self.pipeline.flight, self._codec_options, self.tally, trained)
+        self._proof = Proof(
+            f"width {width}{start}", self.pipeline.flight, self._codec_options, self.tally, trained, ddp_model, width
+        )
 
     def step(self) -> StepReport:
         """Refuse: the loop's ``optimizer.step`` is the step."""

@@ -118,7 +118,7 @@ class CompressedBuckets:
             self.tally = Tally(self.flight.uncompressed_bytes())
             """Reports of all backward passes, which ``totals`` adds up."""
             self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
-            self._proof = Proof("compress", self.flight, options, self.tally, self._parameters)
+            self._proof = Proof("compress", self.flight, options, self.tally, self._parameters, ddp_model)
         except BaseException:
             self._end()
             raise

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.pipeline.flight import Flight
+from pipesgd.planning import accuracy
 from pipesgd.planning.ddp_time import Uncompressed, ddp_seconds
 from pipesgd.process import say
 from pipesgd.reducers.dense import DenseReducer
@@ -55,9 +56,20 @@ class Proof:
         tally: the reports of all steps.
         parameters: the parameters that are trained, in the order of the forward pass; none if nothing is to be said
             about DDP.
+        model: the model, and ``width`` its width, if its accuracy is to be spoken of.
     """
 
-    def __init__(self, how: str, flight: Flight[Any], codec: CodecOptions, tally: Tally, parameters: Sequence[Tensor]):
+    def __init__(
+        self,
+        how: str,
+        flight: Flight[Any],
+        codec: CodecOptions,
+        tally: Tally,
+        parameters: Sequence[Tensor],
+        model: nn.Module | None = None,
+        width: int = 1,
+    ):
+        self._model, self._width, self._codec = model, width, codec.codec
         self._speaks = flight.ranks.rank == 0 and not os.environ.get(QUIET)
         self._tally = tally
         self._world_size = flight.ranks.world_size
@@ -88,8 +100,12 @@ class Proof:
             f"pipesgd: {totals.hidden_share:.0%} of the communication hidden; an iteration "
             f"{format_seconds(totals.iteration_seconds)}, of which {format_seconds(totals.waiting_seconds)} waiting"
         ).replace("%", " %")
-        known = self._uncompressed
-        if known and (between := ddp_seconds(self._tally, known, self._nbytes, self._world_size)) is not None:
+        sums = self._uncompressed
+        if sums and (between := ddp_seconds(self._tally, sums, self._nbytes, self._world_size)) is not None:
             low, high = map(format_seconds, between)
             text += f"; DDP would take about {low} to {high}, calculated"
         say(text)
+        if self._model is not None:
+            known = accuracy.line(self._model, width=self._width, codec=self._codec, iterations=totals.iterations)
+            if known is not None:
+                say(f"pipesgd: {known}")

@@ -14,7 +14,8 @@ from timing_model.iteration import ddp_buckets, layerwise_iteration_time
 from timing_model.params import ComputeTimes, LinkParams
 
 LEAST_EXCHANGES = 20
-"""Number of exchanges below which nothing is said about DDP."""
+"""Number of exchanges below which nothing is said about DDP, and of blocks of longer runs: single exchanges differ by
+more than the iterations of which DDP's time is the median."""
 WIDEST = 2.0
 """Ratio of the ends of the rate's interval above which nothing is said about DDP."""
 PERCENTILES = (5, 95)
@@ -37,11 +38,11 @@ def ddp_seconds(
 ) -> tuple[float, float] | None:
     """Return between which times, in s, an iteration of DDP on gloo would take, by the exchanges of this run.
 
-    The time of a byte is that of this run's exchanges, without the latency, at the 5 and 95 % percentiles; that of
-    uncompressed sums counts as the least one if it is less, since the codec's work does not grow with DDP's bytes. With
-    this run's computation, at the same percentiles, it is put into the timing model's formula for DDP. It is not known
-    when gradients are complete: with the shorter times, all are when the backward pass begins; with the longer ones, as
-    in dense layers.
+    The time of a byte is that of this run's exchanges, without the latency, as the medians of blocks of neighbours and
+    of these the 5 and 95 % percentiles; that of uncompressed sums counts as the least one if it is less, since the
+    codec's work does not grow with DDP's bytes. With this run's computation, at the same percentiles, it is put into
+    the timing model's formula for DDP. It is not known when gradients are complete: with the shorter times, all are
+    when the backward pass begins; with the longer ones, as in dense layers.
     Returns None if the run has too few exchanges, or if their rates differ too much.
 
     Args:
@@ -56,11 +57,11 @@ def ddp_seconds(
         return None
     sent = totals.wire_bytes / totals.iterations
     transfers = [(step.communication - uncompressed.latency) / sent for step in exchanges]
-    fast, slow = np.percentile(transfers, PERCENTILES)
+    fast, slow = _between(transfers)
     fast = min(fast, uncompressed.byte_seconds)
     if not 0 < slow <= WIDEST * fast:
         return None
-    short, long = np.percentile([step.computing for step in exchanges], PERCENTILES)
+    short, long = _between([step.computing for step in exchanges])
     dense = ddp_buckets(nbytes)
     at_once = [(0.0, size) for _, size in dense]
 
@@ -72,4 +73,10 @@ def ddp_seconds(
         times = ComputeTimes(update=0.0, forward=FORWARD * computing, backward=(1 - FORWARD) * computing)
         return layerwise_iteration_time(times, collectives).total
 
-    return iteration(float(fast), float(short), at_once), iteration(float(slow), float(long), dense)
+    return iteration(fast, short, at_once), iteration(slow, long, dense)
+
+
+def _between(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the percentiles of the medians of ``LEAST_EXCHANGES`` blocks of neighbours."""
+    low, high = np.percentile([np.median(block) for block in np.array_split(seconds, LEAST_EXCHANGES)], PERCENTILES)
+    return float(low), float(high)
