@@ -9,8 +9,8 @@ warm-up of a tenth of the iterations and a cosine; width 2 has its defaults. A r
 ``pipesgd.train``. Rates of synchronous training, of width 2 and of low rank are searched for on seeds of their own,
 until the best of at least three has a worse one on each side; int8 and int4 take that of their width. Where synchronous
 seeds spread too far, all rates are halved. Methods are compared with synchronous training after the same samples, seed
-by seed, on the whole test set; where the verdict is open, both sides get more seeds. 3,000 iterations have the rates of
-600.
+by seed, on the whole test set; where the verdict is open, both sides get more seeds, and where a method misses its
+bound, other ways are tried. 3,000 iterations have the rates of 600.
 
 The command says first how long all runs take; Ctrl-C ends it, and finished runs are kept in accuracy.runs.json in the
 output folder: the same command makes only those that are missing.
@@ -48,9 +48,11 @@ from experiments.accuracy_runs import (
     Runs,
     final,
     methods_of,
+    named,
     plan,
     rates_for,
     spread,
+    ways_of,
 )
 from experiments.results import RESULTS, Panels, Row, grouped, save
 from experiments.simulated_runs import WORLD_SIZE, Plan
@@ -74,7 +76,8 @@ def tabulate(workloads: Sequence[str], lengths: Sequence[int], seeds: Sequence[i
         for iterations in lengths:
             cell = Cell(workload, iterations)
             _, rates = rates_for(cell, seeds, runs)
-            rows += [_row(cell, method, rates, seeds, runs) for method in METHODS]
+            methods = [*METHODS, *ways_of(cell, rates, seeds, runs)]
+            rows += [_row(cell, method, rates, seeds, runs) for method in methods]
     return rows
 
 
@@ -88,12 +91,12 @@ def _row(cell: Cell, method: str, rates: Rates | None, seeds: Sequence[int], run
         **dict.fromkeys(("lr", "lr_is_inside", "lr_halved", "seeds", "diverged")),
         **dict.fromkeys(("test_loss_mean", "accuracy_mean", "spread_percent")),
         "unit": "% of the loss" if by_loss else "points",
-        "bound": None if method == SYNCHRONOUS else METHODS[method].bounds[0 if by_loss else 1],
+        "bound": None if method == SYNCHRONOUS else named(method).bounds[0 if by_loss else 1],
         **dict.fromkeys(("cost", "cost_low", "cost_high")),
         "verdict": NOT_RUN,
     }
     power = None if rates is None else rates.power(method)
-    if rates is None or power is None or method not in methods_of(cell):
+    if rates is None or power is None or (method in METHODS and method not in methods_of(cell)):
         return row
     found = None if method == SYNCHRONOUS else final(cell, method, rates, seeds, runs)
     own = [cell.run(method, power, seed) for seed in (found.seeds if found else seeds)]
@@ -102,7 +105,7 @@ def _row(cell: Cell, method: str, rates: Rates | None, seeds: Sequence[int], run
     finished = [runs[one.words] for one in own]
     row |= {
         "lr": own[0].lr,
-        "lr_is_inside": rates.inside[METHODS[method].rate_of],
+        "lr_is_inside": rates.inside[named(method).rate_of],
         "lr_halved": rates.lowered,
         "seeds": len(own),
         "diverged": sum(run.diverged_at is not None for run in finished),

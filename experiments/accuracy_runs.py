@@ -107,6 +107,8 @@ class Method:
     """Time of an iteration as a multiple of that without a codec."""
     long: bool = False
     """True if it is also tried at the length ``LONG``."""
+    way_of: str = ""
+    """Method that this one is tried in place of, where that one misses its bound."""
 
 
 SYNCHRONOUS, LATE, LOW_RANK = "synchronous", "width 2", "width 2, low rank"
@@ -124,6 +126,41 @@ METHODS = {
 }
 """Methods: first those whose rates are searched for."""
 COMPARED = tuple(name for name in METHODS if name != SYNCHRONOUS)
+_TRIED: dict[str, tuple[str, dict[str, str]]] = {
+    "compress int4": (
+        "--width 1 --codec int4",
+        {
+            "stochastic": "--rounding stochastic",
+            "blocks of 128": "--codec-block 128",
+            "blocks of 32": "--codec-block 32",
+        },
+    ),
+    LATE: (
+        "--width 2",
+        {
+            "start of a quarter": "--synchronous-start {quarter}",
+            "start of a half": "--synchronous-start {half}",
+            "prediction local": "--prediction local",
+        },
+    ),
+    "compress low rank": (
+        "--width 1 --codec powersgd",
+        {"rank 16": "--low-rank 16", "rank 32": "--low-rank 32", "ranks by size": "--rank-compression 8"},
+    ),
+}
+WAYS = {
+    f"{name}, {way}": Method(
+        words=f"{words} {more}", rate_of=METHODS[name].rate_of, bounds=METHODS[name].bounds, work=1.2, way_of=name
+    )
+    for name, (words, ways) in _TRIED.items()
+    for way, more in ways.items()
+}
+"""Ways tried where a method misses its bound, at the rates of that method."""
+
+
+def named(name: str) -> Method:
+    """Return a method, or a way."""
+    return METHODS.get(name) or WAYS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +178,7 @@ class Planned(simulated_runs.Planned):
     @property
     def work(self) -> float:
         workload = WORKLOADS[self.workload]
-        method = METHODS[self.method]
+        method = named(self.method)
         each = WORLD_SIZE * workload.ms[method.words.startswith("--width 2")] * method.work / 1000
         return workload.test_s + self.iterations * each
 
@@ -160,11 +197,12 @@ class Cell:
     def run(self, method: str, power: int, seed: int) -> Planned:
         """Return the run at 2**power times the workload's rate."""
         workload, lr = WORKLOADS[self.workload], WORKLOADS[self.workload].lr * 2.0**power
+        exchange = named(method).words.format(quarter=self.iterations // 4, half=self.iterations // 2)
         rest = f"--schedule cosine --lr-warmup {max(1, round(WARMUP * self.iterations))} --iterations {self.iterations}"
         return Planned(
             workload=self.workload,
             seed=seed,
-            words=f"{workload.words} {METHODS[method].words} --lr {lr:g} {rest} --seed {seed}",
+            words=f"{workload.words} {exchange} --lr {lr:g} {rest} --seed {seed}",
             method=method,
             lr=lr,
             iterations=self.iterations,
@@ -189,7 +227,7 @@ class Rates:
 
     def power(self, method: str) -> int | None:
         """Return the power of a method's rate; None if its search is not finished."""
-        found = self.best.get(METHODS[method].rate_of)
+        found = self.best.get(named(method).rate_of)
         return None if found is None else found - self.lowered
 
 
@@ -255,6 +293,15 @@ def methods_of(cell: Cell) -> list[str]:
     return [name for name, method in METHODS.items() if method.long] if WORKLOADS[cell.workload].long else []
 
 
+def ways_of(cell: Cell, rates: Rates | None, seeds: Sequence[int], runs: Runs) -> list[str]:
+    """Return the ways that are tried in a cell: those of methods that have missed their bound, with all their seeds."""
+    if rates is None or cell.iterations == LONG or tuple(seeds) != SEEDS:
+        return []
+    found = {name: final(cell, name, rates, seeds, runs) for name in _TRIED}
+    missed = {name for name, one in found.items() if one is not None and one.verdict == "missed"}
+    return [way for way, method in WAYS.items() if method.way_of in missed]
+
+
 def rates_for(cell: Cell, seeds: Sequence[int], runs: Runs) -> tuple[list[Planned], Rates | None]:
     """Return what ``rates_of`` does; those of the length ``LONG`` are the rates of the longest one with a search."""
     return rates_of(cell if cell.iterations != LONG else Cell(cell.workload, max(SEARCHED)), seeds, runs)
@@ -276,6 +323,8 @@ def plan_of(cell: Cell, seeds: Sequence[int], runs: Runs, *, most: bool = False)
         for method in COMPARED:
             if is_open(difference(cell, method, rates, SEEDS, runs)):
                 every += [one for seed in MORE_SEEDS for one in both_of(cell, method, rates, seed) or ()]
+        for way in ways_of(cell, rates, seeds, runs):
+            every += [one for seed in seeds for one in both_of(cell, way, rates, seed) or ()]
     return list(dict.fromkeys(every))
 
 
@@ -352,7 +401,7 @@ def difference(cell: Cell, method: str, rates: Rates, seeds: Sequence[int], runs
             return None
         costs.append(100 * (value / base - 1) if by_loss else 100 * (value - base))
     mean, low, high = interval(costs)
-    bound = METHODS[method].bounds[0 if by_loss else 1]
+    bound = named(method).bounds[0 if by_loss else 1]
     return Difference(seeds=tuple(seeds), mean=mean, low=low, high=high, bound=bound)
 
 

@@ -35,6 +35,7 @@ from experiments.accuracy_runs import (
     SEEDS,
     SYNCHRONOUS,
     TRAINED,
+    WAYS,
     WORKLOADS,
     Cell,
     Difference,
@@ -177,6 +178,31 @@ def test_both_sides_of_an_open_difference_get_more_seeds() -> None:
     partly = {one.words: runs[one.words] for one in plan([TEXT], [200], SEEDS, runs) if one.seed != 9}
     row = {row["method"]: row for row in tabulate([TEXT], [200], SEEDS, partly)}
     assert row["width 2, int4"]["verdict"] == "unresolved at 5 seeds", "nine would be as many as are lucky"
+
+
+def test_other_ways_are_tried_where_a_method_misses_its_bound_and_nowhere_else() -> None:
+    def loss_of(one: Planned) -> float:
+        return bowl(one) * {"compress int4": 1.02, "compress int4, blocks of 32": 1.004}.get(one.method, 1.0)
+
+    found = rows(loss_of)
+    ways = {name: row for name, row in found.items() if name in WAYS}
+    assert list(ways) == [name for name, way in WAYS.items() if way.way_of == "compress int4"]
+    assert len(ways) == 3
+    assert found["compress int4"]["verdict"] == "missed"
+    assert ways["compress int4, blocks of 32"]["verdict"] == "met"
+    assert ways["compress int4, blocks of 32"]["cost"] == pytest.approx(0.4)
+    assert {row["seeds"] for row in ways.values()} == {5}
+    assert set(rows(bowl)) == set(METHODS)
+
+
+def test_every_way_is_a_run_that_differs_from_its_method() -> None:
+    for iterations in SEARCHED:
+        cell = Cell(TEXT, iterations)
+        for name, way in WAYS.items():
+            own, base = (parse_training(cell.run(one, 0, 0).words.split()) for one in (name, way.way_of))
+            assert own != base
+            assert own.pipeline.width == base.pipeline.width
+    assert parse_training(cell.run(f"{LATE}, start of a half", 0, 0).words.split()).updates.synchronous_start == 300
 
 
 # ---- Verdicts
