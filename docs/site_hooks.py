@@ -16,7 +16,7 @@ from pathlib import Path
 
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from pipesgd.calibration.options import CalibrateConfig
@@ -26,8 +26,13 @@ from timing_model import cli
 from timing_model.arguments import Parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=(#[^)\s]*)?\))")
-"""What it links to, without the anchor, unless that is on the same page or elsewhere in the world."""
+LINK = re.compile(r"""(?<=\]\()([^)#:\s]+)(?=(#[^)\s]*)?\))|(?<= src=")[^":]+(?=")|(?<= srcset=")[^":]+(?=")""")
+"""A file that a page links to or shows, without the anchor, unless that is on the page or elsewhere in the world."""
+SHOWN = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml"}
+"""Files that are pages of the site, and their languages."""
+NOT_SEARCHED = ("experiments/LOG.md", "CHANGELOG.md")
+WIDE = ("reference.md", "systems.md")
+"""Pages whose tables need the place of the table of contents."""
 OPTIONS = re.compile(r"<!-- options of ([\w. -]+?) -->")
 CONFIGS = {"pipesgd.train": TrainConfig, "pipesgd.calibrate": CalibrateConfig}
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -38,11 +43,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The README is the first page; what pages link to is there, too."""
     linked = ["README.md", *(f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md"))]
     for path in linked:  # which grows meanwhile
-        if not path.startswith("docs/"):
+        language = SHOWN.get(posixpath.splitext(path)[1])
+        if language:
+            code = (REPOSITORY / path).read_text(encoding="utf-8")
+            text = f"# {posixpath.basename(path)}\n\n~~~~ {language}\n{code}~~~~\n"
+            hidden = InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, site_path(path), content=text, inclusion=hidden))
+        elif not path.startswith("docs/"):
             files.append(File.generated(config, site_path(path), abs_src_path=str(REPOSITORY / path)))
         if path.endswith(".md"):
             text = (REPOSITORY / path).read_text(encoding="utf-8")
-            targets = [in_repository(path, found[1]) for found in LINK.finditer(text)]
+            targets = [in_repository(path, found[0]) for found in LINK.finditer(text)]
             linked += [one for one in dict.fromkeys(targets) if one not in linked and (REPOSITORY / one).is_file()]
     return files
 
@@ -50,11 +61,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links as they are on the site, and options."""
     uri = page.file.src_uri
+    if uri in NOT_SEARCHED:
+        page.meta["search"] = {"exclude": True}
+    if uri in WIDE:
+        page.meta["hide"] = ["toc"]
+    if posixpath.splitext(uri.removesuffix(".md"))[1] in SHOWN:
+        return markdown
     path = next(
         one for one in (uri, f"docs/{uri}", "README.md") if site_path(one) == uri and (REPOSITORY / one).exists()
     )
     here = posixpath.dirname(uri)
-    markdown = LINK.sub(lambda link: posixpath.relpath(site_path(in_repository(path, link[1])), here or "."), markdown)
+    markdown = LINK.sub(lambda link: posixpath.relpath(site_path(in_repository(path, link[0])), here or "."), markdown)
     return OPTIONS.sub(lambda marker: "\n\n".join(options(marker[1])), markdown)
 
 
@@ -68,6 +85,11 @@ def on_page_content(html_text: str, page: Page, config: MkDocsConfig, files: Fil
     return EQUATION.sub(equation, html_text)
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """No page for what a server does not find: its links begin at the server's root, where the site need not be."""
+    Path(config.site_dir, "404.html").unlink()
+
+
 def in_repository(path: str, link: str) -> str:
     """The file that ``link`` on the page ``path`` is, from the repository's root."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
@@ -75,7 +97,8 @@ def in_repository(path: str, link: str) -> str:
 
 def site_path(path: str) -> str:
     """Where the repository's file ``path`` is on the site."""
-    return "index.md" if path == "README.md" else path.removeprefix("docs/")
+    page = ".md" if posixpath.splitext(path)[1] in SHOWN else ""
+    return "index.md" if path == "README.md" else path.removeprefix("docs/") + page
 
 
 def options(command: str) -> Iterator[str]:

@@ -170,7 +170,7 @@ def _codec(plan: Plan) -> str | None:
         return None
     if best.job.codec != UNCOMPRESSED:
         more = ratio(uncompressed, best)
-        simpler = "but its gradients are late" if uncompressed.job.width > best.job.width else "and less simple"
+        simpler = "but its gradients are late" if uncompressed.job.width > best.job.width else "and more complex"
         longer = f"is a tie, {simpler}" if more <= 1 + TIE else f"takes {more - 1:.1%} longer"
         longer = f"takes {more:.1f} times as long" if more >= 2 else longer
         without = f"the best without a codec ({describe(uncompressed.job)}) {longer}"

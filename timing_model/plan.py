@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def tied(self) -> tuple[Choice, ...]:
-        """Choices of ``kinds`` that are as fast as ``best``, up to a tie, and less simple."""
+        """Choices of ``kinds`` that are as fast as ``best``, up to a tie, and more complex."""
         score, tie = self.best.score, 1 + TIE
         most = max(score, self.fastest * tie)  # others that are slower may be simpler
         return tuple(one for one in self.kinds if one is not self.best and score <= one.score * tie <= most * tie)

@@ -128,7 +128,7 @@ def _with_cost(job: Job, seconds: float) -> str:
 def support_lines(support: Support) -> list[str]:
     """Return lines that say how sure the answer is."""
     said = {
-        GIVEN: "Based only on the numbers you typed; nothing was measured.",
+        GIVEN: "Based only on the numbers given; no network was measured.",
         MEASURED: "Measured: this very configuration ran.",
         INTERPOLATED: "Interpolated: within what was measured.",
         EXTRAPOLATED: "Extrapolated: beyond what was measured, so the interval may be too narrow.",

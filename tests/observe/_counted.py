@@ -30,8 +30,15 @@ class Counted(DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
         if torch.is_grad_enabled() and self.training:
-            output.register_hook(_count)
+            _last(output).register_hook(_count)
         return output
+
+
+def _last(output: Any) -> torch.Tensor:
+    """Return a tensor whose gradient each backward pass takes: of several, the loss, which is the smallest."""
+    values = list(output.values()) if isinstance(output, dict) else output
+    found = [values] if isinstance(values, torch.Tensor) else [one for one in values if isinstance(one, torch.Tensor)]
+    return min((one for one in found if one.requires_grad), key=torch.Tensor.numel)
 
 
 def _count(_: Any) -> None:
@@ -46,10 +53,11 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 torch.nn.parallel.DistributedDataParallel = Counted  # type: ignore[misc]
+torch.nn.parallel.distributed.DistributedDataParallel = Counted  # type: ignore[misc]
 register_optimizer_step_post_hook(_stepped)
 runpy.run_path(sys.argv[1], run_name="__main__")
 told = models[-1]._get_ddp_logging_data()
 sizes = str(told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]).split(",")
-tensors = [one.numel() for one in models[-1].parameters()]
+tensors = [one.numel() for one in models[-1].parameters() if one.requires_grad]
 if os.environ["RANK"] == "0":
     print("counted:", json.dumps({"tensors": tensors, "buckets": len(sizes), "passes": backwards[5]}))

@@ -47,7 +47,7 @@ def test_predict_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         "a model of 61.1 M parameters (244 MB), batch of 64 a rank, on 4 ranks: 9.56 Gbit/s of payload, 50.0 us latency"
         in out
     )
-    assert "Based only on the numbers you typed; nothing was measured." in out
+    assert "Based only on the numbers given; no network was measured." in out
     assert "limited by" in out
     values = json.loads(said(capsys, f"predict {HAND} --width 1 --json"))
     assert values["iteration_seconds"]["total"] == pytest.approx(0.3 + 1.5 * 61.1e6 * 4 / 1.25e9, rel=0.03)
