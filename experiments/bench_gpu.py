@@ -1,6 +1,6 @@
 """Time of an iteration where the ranks compute on one GPU, on emulated links, interleaved.
 
-    python -m experiments.bench_gpu                          bench_gpu.csv, bench_gpu.png
+    python -m experiments.bench_gpu                          bench_gpu.csv
     python -m experiments.bench_gpu --cells 4x1gbit
 
 A cell is a number of nodes and the rate of their links. The nodes are on one machine and share its GPU, which serves
@@ -32,7 +32,6 @@ from experiments.loops_on_links import (
     DDP_FP16,
     Effort,
     Workload,
-    draw,
     measure,
     on_testbed,
     show,
@@ -154,7 +153,6 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         show(of_cell, wire_s="wire ms")
         rows += of_cell
         save("bench_gpu", rows, extra={"values": numel}, folder=arguments.output)
-        draw("bench_gpu", rows, arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time of an iteration of torchft's DiLoCo and of local steps, with emulated accelerators and links, interleaved.
 
-    python -m experiments.bench_torchft       4 nodes at 200 Mbit/s: bench_torchft.csv, bench_torchft.png
+    python -m experiments.bench_torchft       4 nodes at 200 Mbit/s: bench_torchft.csv
 
 It needs torchft, which pipesgd does not: ``pip install torchft==0.2.0``. Each rank is a replica group of torchft's, on
 its process group over gloo, with a quorum in every window from the lighthouse on node 0. It exchanges float32 every 8
@@ -39,7 +39,6 @@ from experiments.loops_on_links import (
     DDP,
     Effort,
     Workload,
-    draw,
     measure,
     on_testbed,
     show,
@@ -186,7 +185,6 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     }
     extra = {"accelerator": ACCELERATOR, "block": effort.block, "torchft": VERSION, "targets": targets}
     save(NAME, rows, extra=extra, folder=arguments.output)
-    draw(NAME, rows, arguments.output)
     show(rows)
     for name, one in targets.items():
         verdict = "met" if one["low"] <= one["most"] else "MISSED"

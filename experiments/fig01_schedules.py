@@ -2,10 +2,10 @@
 
     python -m experiments.fig01_schedules        fig01_schedules.csv, .png
 
-The lower panels are three real runs on a testbed of four nodes at 200 Mbit/s, from their traces, with all ranks on one
-clock. The upper panels are the same schedules simulated by the timing model, with the traced computation and the
-transfers that the rate allows, the same for all ranks. A worker's exchange with the server, gradient and weights, is
-traced as one span.
+The measured panels are three real runs on a testbed of four nodes at 200 Mbit/s, from their traces, with all ranks on
+one clock. The others, which the table alone has, are the same schedules simulated by the timing model, with the traced
+computation and the transfers that the rate allows, the same for all ranks. A worker's exchange with the server,
+gradient and weights, is traced as one span.
 """
 
 from __future__ import annotations
@@ -130,6 +130,21 @@ def _window(panel: str, spans: Iterable[Span], end: float) -> list[Row]:
     ]
 
 
+def begun(rows: Sequence[Row], panel: str) -> int:
+    """Return the number of iterations whose computation rank 0 begins within the time axis."""
+    chosen = (panel, "rank 0", COMPUTATION)
+    return len({row["iteration"] for row in rows if (row["panel"], row["who"], row["what"]) == chosen})
+
+
+def message(rows: list[Row]) -> str:
+    """Return how many iterations each schedule begins in the time shown."""
+    servers, synchronous, pipelined = (begun(rows, f"{name}, {MEASURED}") for name in SCHEDULES)
+    return (
+        f"In {rows[0]['shown_s']:.1f} s on emulated links, a rank begins {servers} iterations with a parameter server, "
+        f"{synchronous} with synchronous all-reduces, and {pipelined} in a pipeline of width 2"
+    )
+
+
 def plot(rows: list[Row], axes: Axes) -> Axes:
     """Draw one timeline."""
     from matplotlib.patches import Patch
@@ -140,7 +155,9 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     assert own is not None
     own.remove()
     axes.grid(visible=False)
-    labels = {COMPUTATION: COMPUTATION, UPDATE: UPDATE, ALL_REDUCE: "all-reduce, or gradient", WEIGHTS: WEIGHTS}
+    labels = {COMPUTATION: COMPUTATION, UPDATE: UPDATE, ALL_REDUCE: "communication"}
+    if any(row["what"] == WEIGHTS for row in rows):
+        labels[WEIGHTS] = WEIGHTS
     handles = [Patch(color=COLOURS[what], label=label) for what, label in labels.items()]
     figures.legend_below(axes, ncols=len(handles), handles=handles)
     return axes
@@ -149,10 +166,13 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 FIGURE = PaperFigure(
     name=NAME,
     title="Three schedules",
-    caption="Timelines of a parameter server, synchronous all-reduces and a pipeline of width 2 on the same time axis: "
-    "above simulated, below traced on four nodes at 200 Mbit/s. Numbers are iterations.",
+    caption="Timelines of a parameter server, synchronous all-reduces and a pipeline of width 2 on the same time axis, "
+    "traced on four emulated nodes at 200 Mbit/s. Each rank has its computation above its communication; numbers are "
+    "iterations. The pipeline's communication never stops.",
+    message=message,
     plot=plot,
-    panel=(5.0, 2.9),
+    height=2.1,
+    has=lambda row: row["panel"].endswith(MEASURED),
 )
 
 

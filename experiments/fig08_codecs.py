@@ -11,7 +11,7 @@ those of codec_accuracy.csv.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +28,15 @@ from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
 
 NAME = "fig08_codecs"
 SPEEDS, ACCURACIES = "bench_codecs.csv", "codec_accuracy.csv"
 WORLD_SIZES, RING = (2, 4, 8, 16), 4
 NUMEL, QUICK_NUMEL = 1 << 18, 1 << 12
-BY_ERROR, BY_RANKS, BY_TIME, BY_ACCURACY = "error", "ranks", "time", "accuracy"
+BY_BITS, BY_ERROR, BY_RANKS, BY_TIME, BY_ACCURACY = "bits", "error", "ranks", "time", "accuracy"
 LINEAR_POINTS = 0.5
 """Points of accuracy up to which the axis is linear; beyond them it is logarithmic."""
+MANY_BITS, IN_MEMORY = 4, "in memory"
 HOLLOW: dict[str, Any] = {"fillstyle": "none"}
 """Style of hollow markers."""
 
@@ -60,9 +60,15 @@ def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
     numel = QUICK_NUMEL if quick else NUMEL
     lossy = [name for name in DENSE_CODECS if name != "fp32"]
     errors = {(codec, p): error_of_sum(codec, p, numel) for codec in lossy for p in WORLD_SIZES}
-    rows = [_row(BY_ERROR, codec, f"{p} ranks", bits(codec), error) for (codec, p), error in errors.items()]
+    accuracies = _accuracies(results)
+    rows = [
+        _row(BY_BITS, row["codec"], row["variant"], row["x"], row["x"])
+        for row in accuracies
+        if row["panel"] == accuracies[0]["panel"] and not _other_rounding(row)
+    ]
+    rows += [_row(BY_ERROR, codec, f"{p} ranks", bits(codec), error) for (codec, p), error in errors.items()]
     rows += [_row(BY_RANKS, codec, f"{p} ranks", p, error) for (codec, p), error in errors.items()]
-    return rows + _times(results) + _accuracies(results)
+    return rows + _times(results) + accuracies
 
 
 def _times(results: Path) -> list[Row]:
@@ -105,37 +111,42 @@ def _row(
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw one panel."""
+    """Draw one panel, with a line for each codec, except for that of the errors over ranks."""
     draw: dict[str, Callable[[list[Row], Axes], None]] = {
+        BY_BITS: _plot_bits,
         BY_ERROR: _plot_errors,
         BY_RANKS: _plot_ranks,
         BY_TIME: _plot_times,
         BY_ACCURACY: _plot_accuracies,
     }
     draw[rows[0]["panel"].split(",")[0]](rows, axes)
-    figures.legend_below(axes, ncols=11, handles=_codec_handles())
+    if rows[0]["panel"] != BY_RANKS:
+        axes.set_yticks(range(len(style.CODECS)), list(style.CODECS))
+        axes.set_ylim(len(style.CODECS) - 0.5, -0.5)
     return axes
 
 
-def _codec_handles() -> list[Line2D]:
-    """Return a legend handle with the colour of every codec, for any panel."""
-    from matplotlib.lines import Line2D
+def _lines(rows: list[Row]) -> Iterable[tuple[int, str, list[Row]]]:
+    """Yield the place, the colour and the rows of each codec."""
+    for name, own in grouped(rows, "codec").items():
+        yield list(style.CODECS).index(name), style.CODECS[name], own
 
-    return [Line2D([], [], color=colour, marker="o", label=name) for name, colour in style.CODECS.items()]
+
+def _plot_bits(rows: list[Row], axes: Axes) -> None:
+    for place, colour, own in _lines(rows):
+        axes.barh(place, own[0]["y"], color=colour)
+        axes.annotate(f"{own[0]['y']:.2g}", (own[0]["y"], place), (3, 0), textcoords="offset points", va="center")
+    axes.set(title="bits on the wire", xlabel="bits a value")
+    axes.margins(x=0.3)
 
 
 def _plot_errors(rows: list[Row], axes: Axes) -> None:
-    for name, own in grouped(rows, "codec").items():
-        colour = style.CODECS[name]
-        axes.plot([row["x"] for row in own], [row["y"] for row in own], color=colour, marker="o", label=name)
-    axes.set(
-        title=f"error of the sum; a mark for each of {', '.join(map(str, WORLD_SIZES))} ranks",
-        xlabel="bits on the wire for each value",
-        ylabel="root mean square error, relative",
-    )
-    _logarithmic_bits(axes)
-    axes.set_yscale("log")
-    axes.margins(y=0.1)
+    for place, colour, own in _lines(rows):
+        axes.plot([row["y"] for row in own], [place for _ in own], color=colour, marker="o")
+    few, many = min(WORLD_SIZES), max(WORLD_SIZES)
+    axes.set(title=f"error, {few} to {many} ranks", xlabel="relative RMS", xscale="log")
+    axes.set_xticks([1e-3, 1e-1, 1e1])
+    axes.margins(x=0.1)
 
 
 def _plot_ranks(rows: list[Row], axes: Axes) -> None:
@@ -143,69 +154,83 @@ def _plot_ranks(rows: list[Row], axes: Axes) -> None:
         axes.plot(
             [row["x"] for row in own], [row["y"] for row in own], color=style.CODECS[name], marker="o", label=name
         )
-    axes.set(title="the same, over ranks", xlabel="ranks p", ylabel="root mean square error, relative", yscale="log")
+        axes.annotate(name, (own[-1]["x"], own[-1]["y"]), (6, 0), textcoords="offset points", va="center")
+    axes.set(title="error of the sum", xlabel="ranks p", ylabel="root mean square error, relative", yscale="log")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(right=1.6 * max(WORLD_SIZES))
 
 
 def _plot_times(rows: list[Row], axes: Axes) -> None:
-    for name, own in grouped(rows, "codec").items():
+    for place, colour, own in _lines(rows):
         for row in own:
-            filled = {} if row["variant"] == "in memory" else HOLLOW
-            axes.plot([row["x"]], [row["y"]], color=style.CODECS[name], marker="o", linestyle="", label="_", **filled)
-    for label, filled in (("values in memory", {}), ("values in the cache", HOLLOW)):
+            filled = {} if row["variant"] == IN_MEMORY else HOLLOW
+            axes.plot([row["y"]], [place], color=colour, marker="o", linestyle="", label="_", **filled)
+    for label, filled in ((IN_MEMORY, {}), ("in the cache", HOLLOW)):
         axes.plot([], [], color=style.BLACK, marker="o", linestyle="", label=label, **filled)
-    axes.set(
-        title=f"CPU time around a ring of {RING}",
-        xlabel="bits on the wire for each value",
-        ylabel="time for each value (ns)",
-    )
-    _logarithmic_bits(axes)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
-def _plot_accuracies(rows: list[Row], axes: Axes) -> None:
-    for name, own in grouped(rows, "codec").items():
-        for row in own:
-            hollow = "nearest" in row["variant"] or "stochastic" in row["variant"]
-            axes.errorbar(
-                [row["x"]],
-                [row["y"]],
-                yerr=[[row["y"] - row["low"]], [row["high"] - row["y"]]],
-                color=style.CODECS[name],
-                marker="D" if hollow else "o",
-                markerfacecolor="white" if hollow else style.CODECS[name],
-                linestyle="",
-                label="_",
-            )
-    axes.axhline(0, color=style.BLACK, linewidth=0.8, label="_")
-    for label, marker, face in (("as by default", "o", style.BLACK), ("the other rounding", "D", "white")):
-        axes.plot([], [], color=style.BLACK, marker=marker, markerfacecolor=face, linestyle="", label=label)
-    axes.set_yscale("symlog", linthresh=LINEAR_POINTS)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_yticks([-10, -3, -1, -0.5, 0, 0.5])
-    axes.set_ylim(-20, 1)
-    axes.set(
-        title=f"test accuracy, {rows[0]['panel'].split(', ')[1]}; lowest to highest seed",
-        xlabel="bits on the wire for each value",
-        ylabel="difference to fp32 (points)",
-    )
-    _logarithmic_bits(axes)
+    axes.set(title=f"CPU time, ring of {RING}", xlabel="time a value (ns)")
+    axes.set_xlim(left=0)
     axes.legend(loc="lower right")
 
 
-def _logarithmic_bits(axes: Axes) -> None:
-    axes.set_xscale("log", base=2)
+def _plot_accuracies(rows: list[Row], axes: Axes) -> None:
+    for place, colour, own in _lines(rows):
+        for row in own:
+            other = _other_rounding(row)
+            axes.errorbar(
+                [row["y"]],
+                [place],
+                xerr=[[row["y"] - row["low"]], [row["high"] - row["y"]]],
+                color=colour,
+                marker="D" if other else "o",
+                markerfacecolor="white" if other else colour,
+                linestyle="",
+                label="_",
+            )
+    axes.axvline(0, color=style.BLACK, linewidth=0.8, label="_")
+    for label, marker, face in (("default", "o", style.BLACK), ("other rounding", "D", "white")):
+        axes.plot([], [], color=style.BLACK, marker=marker, markerfacecolor=face, linestyle="", label=label)
+    axes.set_xscale("symlog", linthresh=LINEAR_POINTS)
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xticks([-10, -1, 0, 0.5])
+    axes.set_xlim(-20, 1)
+    axes.set(
+        title=f"accuracy, {style.model_title(_model(rows))}",
+        xlabel=f"points to fp32\n(log below -{LINEAR_POINTS:g})",
+    )
+
+
+def _other_rounding(row: Row) -> bool:
+    return "nearest" in row["variant"] or "stochastic" in row["variant"]
+
+
+def _model(rows: Sequence[Row]) -> str:
+    return str(rows[0]["panel"]).split(", ")[1]
+
+
+def message(rows: list[Row]) -> str:
+    """Return how far from uncompressed training codecs end, those of at least ``MANY_BITS`` and those of fewer."""
+    ends = [row for row in rows if row["panel"].startswith(BY_ACCURACY) and not _other_rounding(row)]
+    many = max(abs(row["y"]) for row in ends if row["x"] >= MANY_BITS)
+    few = min(ends, key=lambda row: row["y"])
+    return (
+        f"Codecs of {MANY_BITS} and more bits end within {many:.1f} points of uncompressed training; "
+        f"{few['codec']}, of {few['x']:.0f} bit, up to {-few['y']:.0f} points below it"
+    )
 
 
 FIGURE = PaperFigure(
     name=NAME,
     title="Codecs",
-    caption="What each codec sends for a value, against the error of the ring's sum for 2 to 16 ranks, the CPU time "
-    "around a ring of four, and the difference in test accuracy to uncompressed training (MLP and convnet).",
+    caption="What each codec sends for a value, the error of the ring's sum (a mark for each of 2, 4, 8 and 16 ranks), "
+    "the CPU time around a ring of four, and the difference in test accuracy to uncompressed training, with the lowest "
+    "and the highest seed. Diamonds: stochastic rounding in place of nearest, or the reverse.",
+    message=message,
     plot=plot,
+    height=3.7,
+    abreast=5,
+    has=lambda row: row["panel"] != BY_RANKS,
+    share_y=True,
 )
 
 

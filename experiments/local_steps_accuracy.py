@@ -1,6 +1,6 @@
 """Accuracy of local steps, next to synchronous training, accumulation by the same factor, and DiLoCo.
 
-    python -m experiments.local_steps_accuracy            local_steps_accuracy.csv, _summary.csv and .png
+    python -m experiments.local_steps_accuracy            local_steps_accuracy.csv, _summary.csv
     python -m experiments.local_steps_accuracy --workloads mlp --local-steps 4 8 --seeds 1
     python -m experiments.local_steps_accuracy --finished      the same files, from the finished runs
 
@@ -26,23 +26,20 @@ from __future__ import annotations
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 
-from experiments import command, figures, simulated_runs, simulated_tables, style
-from experiments.results import Panels, Row
+from experiments import command, simulated_runs, simulated_tables
+from experiments.results import Row
 from experiments.simulated_runs import QUICK_ITERATIONS, Run
 from experiments.simulated_tables import changes, column, cost_of, mean_of_all, outcome, texts_next_to_sync
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 NAME = "local_steps_accuracy"
 
@@ -187,21 +184,6 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
     ]
 
 
-class Judged(NamedTuple):
-    """The measure that a workload is judged by."""
-
-    mean: str
-    """Column of the mean over seeds."""
-    factor: float
-    """Factor from a value in the column to the one shown."""
-    label: str
-    shown: Callable[[Sequence[float]], tuple[float, float]]
-    """Function from all values to the lowest and the highest one that the figure has room for."""
-
-
-ACCURACY = Judged("accuracy_mean", 100, "test accuracy (%)", lambda values: (max(values) - 8, max(values) + 0.5))
-LOSS = Judged("test_loss_mean", 1, "test loss (nats)", lambda values: (0.98 * min(values), 1.3 * min(values)))
-
 Cell = tuple[str, str, int, int, str]
 """Workload, method, local steps, width and codec."""
 
@@ -261,48 +243,10 @@ def verdict(workload: str, kind: str, row: Row) -> str:
     return "met" if cost is not None and cost <= MOST_LOST[kind][by_loss] else "MISSED"
 
 
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Plot accuracy or loss of one workload against H, and a line at that of synchronous training."""
-    workload = rows[0]["workload"]
-    judged = LOSS if WORKLOADS[workload].judged_by_loss else ACCURACY
-    lines: dict[str, dict[int, float | None]] = {}
-    for row in summarize(rows):
-        value = row[judged.mean]
-        line = lines.setdefault(label_of(row["method"], row["width"], row["codec"]), {})
-        line[row["local_steps"]] = None if value is None else judged.factor * value
-    # Fragments have the colour of width 3, which is not here.
-    like = {name: name.replace("width 2, streaming", "width 3") for name in lines if name != SYNCHRONOUS}
-    looks = style.method_styles(list(like.values()))
-    diverging = []
-    for name, line in lines.items():
-        there = {steps: value for steps, value in sorted(line.items()) if value is not None}
-        if name == SYNCHRONOUS:
-            for value in there.values():
-                axes.axhline(value, color=style.BLACK, linewidth=1, label=name)
-            continue
-        axes.plot(list(there), list(there.values()), label=name, **looks[like[name]])
-        if gone := sorted(line.keys() - there.keys()):
-            diverging.append(f"{name} diverges at H = {', '.join(map(str, gone))}")
-    axes.text(0.02, 0.02, "\n".join(diverging), transform=axes.transAxes, fontsize="small", bbox=style.OVER_LINES)
-    values = [value for line in lines.values() for value in line.values() if value is not None]
-    if values:
-        axes.set_ylim(*judged.shown(values))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({steps for name, line in lines.items() if name != SYNCHRONOUS for steps in line}))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(title=workload, xlabel="local steps, or micro-batches, H", ylabel=f"{judged.label}, mean of seeds")
-    figures.legend_below(axes, ncols=4)
-    return axes
-
-
-draw = Panels(by=("workload",), plot=plot).save
-"""Function that writes the figure, with a panel for every workload."""
-
-
 def publish(rows: list[Row], summary: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
-    """Save the rows, their summary and their figure, and print the summary."""
+    """Save the rows and their summary, and print the summary."""
     target = {"lost_at_most": MOST_LOST, "local_steps_at_most": JUDGED_UP_TO}
-    simulated_tables.publish(NAME, rows, summary, runs, {"target": target}, folder, draw)
+    simulated_tables.publish(NAME, rows, summary, runs, {"target": target}, folder)
     command.show("Means over seeds, and targets", [_texts(row) for row in summary])
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from experiments.cpu_time import CpuTime
 from experiments.limits import Cluster, ring_limit
 from experiments.loops import Batch, Loop
 from experiments.paired import Contender, interquartile_range, median, paired_ratio
-from experiments.results import Panels, Row
+from experiments.results import Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
 from pipesgd.codecs.options import codec_named
@@ -34,9 +33,6 @@ from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 from pipesgd.sections import DEFAULT_TIMEOUT
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 MakeLoops: TypeAlias = Callable[[nn.Module, Ranks], Mapping[str, Loop]]
 """Function that returns every loop, by name, each with a copy of a model. All ranks call it together."""
@@ -186,21 +182,6 @@ def wire_seconds_of(cluster: Cluster, numel: int, pipelines: Mapping[str, Mappin
     for name, options in pipelines.items():
         nbytes[name] = codec_named(options["codec"]).make().wire_bytes(numel)
     return {name: ring_limit(cluster, one) for name, one in nbytes.items()}
-
-
-def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Draw a bar for every loop: the median, with a whisker as long as the interquartile range."""
-    names = [row["contender"] for row in rows][::-1]
-    times = [row["median_s"] * 1e3 for row in rows][::-1]
-    bars = axes.barh(names, times, xerr=[row["iqr_s"] * 5e2 for row in rows][::-1], capsize=3)
-    axes.bar_label(bars, fmt="%.0f", padding=6)
-    axes.set(title=textwrap.fill(rows[0]["title"], 30), xlabel="time of an iteration, median (ms)")
-    axes.margins(x=0.12)
-    return axes
-
-
-draw = Panels(by=("title",), plot=plot).save
-"""Function that writes the figure, with a panel for every title."""
 
 
 def show(rows: Sequence[Row], **columns: str) -> None:

@@ -1,11 +1,10 @@
-"""Results of an experiment: a table, the manifest that says where it comes from, and a figure."""
+"""Results of an experiment: a table, and the manifest that says where it comes from."""
 
 from __future__ import annotations
 
 import csv
 import functools
 import hashlib
-import itertools
 import json
 import operator
 import os
@@ -14,22 +13,16 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import pipesgd
-from experiments.style import styled
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "experiments" / "results"
@@ -95,47 +88,6 @@ def grouped(rows: Iterable[Row], *columns: str) -> dict[Any, list[Row]]:
     for row in rows:
         found.setdefault(value_of(row), []).append(row)
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Panels:
-    """Panels of a figure: one for the rows of every value in some columns."""
-
-    by: tuple[str, ...]
-    """Columns that tell the panels apart."""
-    plot: Callable[[list[Row], Axes], Axes]
-    """Function that draws the rows of one panel."""
-    panel: tuple[float, float] = (4.2, 4.0)
-    """Width and height of a panel, in inches."""
-    abreast: int | None = None
-    """Largest number of panels in a line; None for a single line."""
-
-    def draw(self, rows: Iterable[Row]) -> Figure:
-        """Return the figure. A notebook displays it."""
-        # Imported here, since only one rank draws, at the end. pyplot would keep figures in a global list.
-        from matplotlib.figure import Figure
-
-        panels = list(grouped(rows, *self.by).values())
-        across = min(self.abreast or len(panels), len(panels))
-        lines = -(-len(panels) // across)
-        width, height = self.panel
-        with styled():
-            figure = Figure(figsize=(width * across, height * lines), layout="constrained")
-            places = figure.subplots(lines, -(-len(panels) // lines), squeeze=False).flat
-            for own, axes in itertools.zip_longest(panels, places):
-                if own is None:
-                    axes.remove()
-                else:
-                    self.plot(own, axes)
-        return figure
-
-    def save(self, name: str, rows: Iterable[Row], folder: Path = RESULTS, dpi: float | None = None) -> Path:
-        """Write ``folder/name.png``; return its path. ``dpi`` replaces the style's resolution."""
-        figure, path = self.draw(rows), folder / f"{name}.png"
-        with styled():
-            # The metadata leave out the version, so that a file changes only if the drawing does.
-            figure.savefig(path, dpi=dpi or "figure", metadata={"Software": None})
-        return path
 
 
 def command_line() -> str:

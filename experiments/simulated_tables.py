@@ -111,9 +111,8 @@ def publish(
     runs: Mapping[str, Run],
     facts: Mapping[str, Any],
     folder: Path,
-    draw: Callable[[str, list[Row], Path], Path],
 ) -> None:
-    """Save the rows, their summary and their figure, which ``draw`` writes; ``facts`` go into the manifests."""
+    """Save the rows and their summary; ``facts`` go into the manifests."""
     extra = {
         "world_size": WORLD_SIZE,
         "simulated": True,
@@ -123,4 +122,3 @@ def publish(
     }
     save(name, rows, extra=extra, folder=folder)
     save(f"{name}_summary", summary, extra=extra, folder=folder)
-    draw(name, rows, folder)

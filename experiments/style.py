@@ -40,8 +40,19 @@ TITLES = {
     "pipesgd-int8": "pipesgd, int8",
     "pipesgd-int4": "pipesgd, int4",
     "local": "no network at all",
+    "ps-sync": "parameter server",
+    "diloco": "DiLoCo",
+    "pipe-sgd": "Pipe-SGD, no warm-up",
+    "pipe-sgd-t": "Pipe-SGD, 16 bits",
+    "pipe-sgd-q": "Pipe-SGD, 8 bits",
 }
 """Systems (``experiments/systems``) as a user calls them; pipesgd is of width 2 where nothing else is said."""
+METHOD_TITLES = {"ps-sync": "parameter server", "ddp": "DDP", "D-Sync": "width 1 (synchronous)"}
+"""Methods of figures as a user calls them; others have their names there."""
+MODELS = {"mlp": "MLP", "alexnet": "AlexNet", "resnet18": "ResNet-18"}
+"""Models as people write them, where that differs from their names here."""
+LOUD: dict[str, Any] = {"fontweight": "bold", "fontsize": "large", "color": BLUE}
+"""Style of the one number of a picture that is set off."""
 SPARE = (INDIGO, OLIVE, BLACK, YELLOW)
 """Colours for methods that somebody adds."""
 CODEC_LINES: dict[str, tuple[Any, str]] = {
@@ -106,6 +117,22 @@ def method_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
         alike = sum((one["color"], one["linestyle"]) == (colour, line) for one in styles.values())
         styles[name] = {"color": colour, "linestyle": line, "marker": (marker + ANOTHER)[alike % (1 + len(ANOTHER))]}
     return styles
+
+
+def method_title(name: str) -> str:
+    """Return what a user calls a method, with or without a codec.
+
+    >>> method_title("D-Sync"), method_title("D-Sync, int8"), method_title("width 2, int8")
+    ('width 1 (synchronous)', 'width 1, int8', 'width 2, int8')
+    """
+    method, comma, codec = name.partition(",")
+    title = METHOD_TITLES.get(method, method)
+    return title.split(" (")[0] + comma + codec if comma else title
+
+
+def model_title(name: str) -> str:
+    """Return how people write the name of a model."""
+    return MODELS.get(name, name)
 
 
 def method_of(name: str) -> str | None:

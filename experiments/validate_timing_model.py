@@ -254,7 +254,7 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
         xscale="log",
         yscale="log",
         xlabel="measured iteration (s)",
-        ylabel="predicted before, with 90 % interval (s)",
+        ylabel="predicted before, 90 % interval (s)",
         title="timing model",
     )
     axes.legend(loc="upper left")

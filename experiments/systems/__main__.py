@@ -135,10 +135,10 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     }
     path = save(NAME, rows, extra=extra, folder=arguments.output)
     if any(row["times_as_fast_as_ddp"] is not None for row in rows):  # else DDP was left out
-        pictures.SPEEDUPS.save(NAME, rows, arguments.output)
+        pictures.SPEEDUPS.save(rows, arguments.output)
     if curves:  # else the systems that have one were
         save(pictures.CONVERGENCE.name, curves, extra=extra, folder=arguments.output)
-        pictures.CONVERGENCE.save(pictures.CONVERGENCE.name, curves, arguments.output)
+        pictures.CONVERGENCE.save(curves, arguments.output)
     for place, own in grouped(rows, "workload", "rate", "computes").items():
         table.show(own, f"{', '.join(place)}; links and accelerators are emulated")
     not_here = (f"{name} is not here: {reason}" for name, reason in NOT_HERE.items())

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from experiments import accuracy_models
-from experiments.accuracy import NOT_RUN, main, parse, plot, tabulate
+from experiments.accuracy import FIGURE, NOT_RUN, main, message, parse, plot, tabulate
 from experiments.accuracy_models import (
     WORDS,
     adapted_transformer,
@@ -268,9 +268,21 @@ def test_the_figure_has_a_mean_and_an_interval_for_each_difference() -> None:
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == [name for name in METHODS if name != SYNCHRONOUS]
     means = [line.get_xydata()[0] for line in axes.get_lines() if len(line.get_xydata()) == 1]
-    assert len(means) == 2 * len(names)
-    assert sorted({round(float(x), 6) for x, _ in means}) == [0.0, 50.0]
-    assert [text.get_text()[:4] for text in axes.texts] == ["50.0", "50.0"], "beyond the axis"
+    assert len(means) == 2 * len(names) - 2
+    assert {round(float(x), 6) for x, _ in means} == {0.0}
+    assert [text.get_text() for text in axes.texts] == ["+50.0 >", "+50.0 >"], "beyond the axis"
+
+
+def test_the_figure_leaves_out_what_was_not_run_and_its_message_is_of_the_longest_searched_length() -> None:
+    runs = finished(lambda one: bowl(one) * (1.02 if one.method == "width 2, int8" else 1), lengths=SEARCHED)
+    found = tabulate([TEXT, "LoRA"], SEARCHED, SEEDS, runs)
+    shown = [row for row in found if FIGURE.has(row)]
+    assert {row["workload"] for row in shown} == {TEXT}
+    assert message(shown) == (
+        "After 600 iterations on simulated ranks, width 2, int8 costs +2.0 to +2.0 (% of loss, or points), "
+        "low rank up to +0.0"
+    )
+    assert "600" not in message([row for row in shown if row["iterations"] == 200])
 
 
 # ---- Models and data

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from _ranks import run_ranks
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from experiments import cpu_time, loops_on_links
 from experiments.cpu_time import CpuTime, Used
 from experiments.loops import Loop, Piped, Plain
-from experiments.loops_on_links import Effort, Workload, make_blocks, measure, plot, summarize
+from experiments.loops_on_links import Effort, Workload, make_blocks, measure, summarize
 from experiments.results import Row
 from pipesgd.data import load_dataset
 from pipesgd.ranks import Ranks, alone
@@ -35,13 +34,6 @@ def test_ratios_are_those_of_rounds() -> None:
     alone_, ddp = rows()
     assert (alone_["median_s"], alone_["times_as_fast_as_ddp"], alone_["cpu_share"]) == (0.1, 2.0, 0.5)
     assert (ddp["times_as_fast_as_ddp"], ddp["rounds"], ddp["title"]) == (1.0, 3, "4 nodes")
-
-
-def test_the_figure_shows_a_bar_for_every_loop() -> None:
-    axes = plot(rows(), Figure().subplots())
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([300, 100])
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["DDP", "alone"]
-    assert axes.get_xlabel() == "time of an iteration, median (ms)"
 
 
 class Recorded:

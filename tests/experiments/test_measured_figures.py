@@ -40,6 +40,11 @@ def test_simulated_and_traced_schedules_stand_above_each_other_on_one_axis() -> 
     assert {axes.get_xlim() for axes in drawn.values()} == {(0.0, 2 * (1 + 2 + 1 + 4 + 0.25))}
     exchange = next(row for row in rows if row["panel"] == f"{names[1]}, simulated" and row["what"] == "all-reduce")
     assert exchange["end"] - exchange["start"] == pytest.approx(ring_limit(cluster, nbytes), abs=1e-5)
+    shown = [row for row in rows if fig01_schedules.FIGURE.has(row)]
+    assert {row["panel"] for row in shown} == {f"{name}, measured" for name in names}
+    begun = {row["iteration"] for row in shown if (row["panel"], row["who"]) == (f"{names[0]}, measured", "rank 0")}
+    assert fig01_schedules.begun(shown, f"{names[0]}, measured") == len(begun) == 2
+    assert "begins 2 iterations with a parameter server" in fig01_schedules.message(shown)
     computed = [row for row in rows if row["panel"].endswith("measured") and row["what"] == COMPUTATION]
     assert min(row["start"] for row in computed) == 0.0
 
@@ -55,16 +60,31 @@ def measured() -> fig02_breakdown.Measured:
     )
 
 
-def test_measured_bars_have_predicted_ones_beside_them() -> None:
+def test_measured_bars_have_marks_at_their_predictions_and_the_servers_time_is_written() -> None:
     rows = fig02_breakdown.tabulate({"mlp": measured()})
     axes = panels(fig02_breakdown.FIGURE, rows)["mlp"]
     check_axes(axes)
-    ends: dict[float, float] = {}
-    for bar in axes.patches:
-        place = round(bar.get_y() + bar.get_height() / 2, 2)  # type: ignore[attr-defined]
-        ends[place] = max(ends.get(place, 0.0), bar.get_x() + bar.get_width())  # type: ignore[attr-defined]
-    assert ends == {-0.2: pytest.approx(5.1), 0.2: pytest.approx(5.0)}
-    assert {"forward", "waiting for communication", "predicted wait for the network"} <= labels(axes)
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]  # type: ignore[attr-defined]
+    assert bars == [(0, pytest.approx(3.6)), (pytest.approx(3.6), 1.5)]
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[5.0, 0.0]]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["DDP"]
+    server = [row | {"method": "ps-sync", "iteration": 7.25} for row in rows]
+    [axes] = panels(fig02_breakdown.FIGURE, [*rows, *server]).values()
+    assert axes.get_title(loc="left") == "MLP (server: 7.2 s)"
+    assert len(axes.patches) == 2
+
+
+def test_the_message_and_the_caption_of_the_breakdown_are_of_its_table() -> None:
+    rows = fig02_breakdown.tabulate({"mlp": measured()})
+    late = [row | {"method": "width 2, int8", "waiting": 0.51} for row in rows]
+    assert fig02_breakdown.message([*rows, *late]) == (
+        "On emulated links of 200 Mbit/s, ranks wait for 29% to 29% of an iteration with DDP, "
+        "and for 10% to 10% of an iteration with width 2, int8"
+    )
+    times = {(row["panel"], row["method"], row["kind"]): row["iteration"] for row in fig02_breakdown.FIGURE.table()}
+    for codec in ("int8", "int4"):
+        predicted, found = (times["convnet", f"width 2, {codec}", kind] for kind in ("predicted", "measured"))
+        assert 1 - predicted / found == pytest.approx(1 / 5, abs=0.03), "as the caption says"
 
 
 def test_every_method_of_the_breakdown_is_one_that_trains_and_that_can_be_predicted() -> None:
@@ -99,7 +119,14 @@ def test_cutting_helps_under_the_backward_pass_and_only_costs_in_a_pipeline() ->
     assert pipelined[32] > pipelined[1]
     axes = panels(fig07_layerwise.FIGURE, rows)["5 ms of latency"]
     check_axes(axes)
-    assert labels(axes) == {*fig07_layerwise.COLOURS, "measured; lowest to highest"}
+    assert labels(axes) == {*fig07_layerwise.TITLES.values(), "measured, lowest to highest"}
+    own = [row for row in rows if (row["series"], row["kind"]) == (fig07_layerwise.PIPELINED, "measured")]
+    for row in own:
+        row["seconds"] *= row["parts"]
+    assert fig07_layerwise.message(rows) == (
+        "A pipeline that sends its gradient in 32 parts takes 32.0 times as long as one that sends it whole "
+        "(emulated links, 5 ms of latency)"
+    )
 
 
 def test_an_all_reduce_in_parts_reduces_every_value_once() -> None:

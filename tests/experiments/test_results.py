@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib.axes import Axes
 
-from experiments.results import RESULTS, Panels, Row, command_line, command_of, load, save
+from experiments.results import RESULTS, Row, command_line, command_of, load, save
 
 ROWS: list[Row] = [
     {"name": "ring, ours", "nbytes": 4096, "seconds": 1.25e-05, "met": True, "restarts": None},
@@ -66,29 +65,3 @@ def test_the_command_line_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_quoted_command_does_not_say_where_its_results_were_written(word: str) -> None:
     manifest = {"made_by": f"python -m experiments.bench_ring {word} --name 'two words'"}
     assert command_of(manifest) == "python -m experiments.bench_ring --name 'two words'"
-
-
-def test_a_figure_has_a_panel_for_every_value(tmp_path: Path) -> None:
-    drawn: list[list[Row]] = []
-
-    def plot(rows: list[Row], axes: Axes) -> Axes:
-        drawn.append(rows)
-        return axes
-
-    path = Panels(by=("name",), plot=plot).save("bench", ROWS, tmp_path)
-    assert drawn == [[ROWS[0]], [ROWS[1]]]
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_panels_are_told_apart_by_several_columns_and_fill_line_after_line() -> None:
-    titles: list[list[str]] = []
-
-    def plot(rows: list[Row], axes: Axes) -> Axes:
-        titles.append([row["name"] for row in rows])
-        return axes
-
-    rows = [{"p": p, "codec": codec, "name": f"{p} {codec}"} for codec in ("a", "b") for p in (2, 2, 3)]
-    figure = Panels(by=("p", "codec"), plot=plot, panel=(2.0, 1.5), abreast=3).draw(rows)
-    assert titles == [["2 a", "2 a"], ["3 a"], ["2 b", "2 b"], ["3 b"]]
-    assert len(figure.axes) == 4
-    assert figure.get_size_inches().tolist() == [6.0, 3.0]

@@ -281,18 +281,37 @@ def test_a_target_needs_synchronous_training() -> None:
     assert row["not_reached"].startswith("no target: ")
 
 
-def test_the_picture_has_the_speed_of_every_system_that_was_compared_with_ddp_the_fastest_first(
-    tmp_path: Path,
-) -> None:
-    axes = pictures.plot_speedups(list(rows().values()), Figure().subplots())
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    # Synchronous training ends with 81 %, DDP with 80, and HogWild has no rounds with DDP.
-    assert pictures.SPEEDUPS.save("systems", list(rows().values()), tmp_path).stat().st_size > 0
-    assert labels == ["local  ", "theano-easgd  (diverges)", "d-sync  (+0.0)", "ddp-fp16  (+0.0)", "ddp  (-1.0)"]
-    measured = [bar.lines[0].get_xydata().tolist() for bar in axes.containers]
-    assert measured == [[[pytest.approx(ratio), place]] for place, ratio in enumerate((4.0, 0.4 / 0.15, 2.0, 2.0, 1.0))]
-    [predicted] = [line for line in axes.get_lines() if line.get_marker() == "x" and len(line.get_xydata())]
-    assert predicted.get_xydata().tolist() == [[pytest.approx(0.4 / 0.44), 4]]
+def test_the_picture_has_the_speed_of_some_systems_at_each_rate_and_their_accuracy() -> None:
+    slow = [row | {"rate": "200mbit", "computes": "75ms"} for row in rows().values()]
+    fast = [row | {"rate": "1gbit", "times_as_fast_as_ddp": 1.5, "system": row["system"]} for row in slow]
+    fast = [row | {"times_as_fast_as_ddp_low": 1.4, "times_as_fast_as_ddp_high": 1.6} for row in fast]
+    shown = [row for row in (*slow, *fast) if pictures.SPEEDUPS.has(row)]
+    axes = pictures.plot_speedups(shown, Figure().subplots())
+    # Synchronous training ends with 81 %, DDP with 80. No training is no system, and HogWild has no rounds with DDP.
+    names = ["pipesgd, width 1 (synchronous)", "DDP", "DDP, fp16 hook"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == names
+    assert [text.get_text() for text in axes.texts] == ["+0.0", "-1.0", "+0.0"]
+    marks = [line for line in axes.get_lines() if line.get_marker() == "o" and len(line.get_xydata())]
+    assert [(*line.get_xydata()[0].tolist(), line.get_fillstyle()) for line in marks] == [
+        (pytest.approx(ratio), place, fill)
+        for place, of_rates in enumerate(((2.0, 1.5), (1.0, 1.5), (2.0, 1.5)))
+        for ratio, fill in zip(of_rates, ("full", "none"), strict=True)
+    ]
+    low, high = axes.get_xlim()
+    assert low < 1.0 < 2.0 < high
+    assert not pictures.SPEEDUPS.has(slow[0] | {"computes": "cores"})
+
+
+def test_the_message_on_speeds_is_of_all_workloads_at_each_rate() -> None:
+    found = [
+        {"system": "pipesgd-int8", "rate": rate, "times_as_fast_as_ddp": ratio}
+        for rate, ratios in {"200mbit": (2.2, 4.0, 3.0), "1gbit": (1.0, 1.6)}.items()
+        for ratio in ratios
+    ]
+    assert pictures.speedups_message([*found, found[0] | {"system": "local", "times_as_fast_as_ddp": 9.0}]) == (
+        "pipesgd, int8 (width 2) is 2.2 to 4.0 times as fast as DDP at 200 Mbit/s, "
+        "1.0 to 1.6 times as fast as DDP at 1 Gbit/s (emulated links and accelerators)"
+    )
 
 
 def test_curves_are_over_iterations_and_over_the_time_that_these_take_on_the_slow_link() -> None:
@@ -302,22 +321,40 @@ def test_curves_are_over_iterations_and_over_the_time_that_these_take_on_the_slo
     assert [row["panel"] for row in curves] == ["mlp"] * 4 + ["mlp, 200mbit"] * 4
     axes = pictures.plot_curves(curves[:4], Figure().subplots())
     lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.get_lines()}
-    assert lines["d-sync"] == [[100, pytest.approx(55)], [200, pytest.approx(74.5)], [300, pytest.approx(81)]]
+    assert lines["pipesgd, width 1 (synchronous)"] == [
+        [100, pytest.approx(55)],
+        [200, pytest.approx(74.5)],
+        [300, pytest.approx(81)],
+    ]
     assert axes.get_ylim() == (pytest.approx(0.75 * 81), pytest.approx(1.01 * 81))
     low = [row | {"points": [[at, accuracy / 3] for at, accuracy in row["points"]]} for row in curves[2:4]]
     low_axes = pictures.plot_curves([*curves[:2], *low], Figure().subplots())
     assert low_axes.get_ylim()[0] == pytest.approx(0.95 * 80 / 3), "no curve ends below the axis"
     axes = pictures.plot_curves(curves[4:], Figure().subplots())
     lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.get_lines()}
-    assert [x for x, _ in lines["d-sync"]] == pytest.approx([25, 50, 75]), "0.25 s an iteration"
+    assert [x for x, _ in lines["pipesgd, width 1 (synchronous)"]] == pytest.approx([25, 50, 75]), "0.25 s an iteration"
     assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "calculated time of training (s)")
+
+
+def test_the_message_on_curves_compares_whole_trainings() -> None:
+    ends = {"ddp": (100, 0.8), "d-sync": (110, 0.82), "pipesgd-int4": (20, 0.81), "pipe-sgd": (90, 0.78)}
+    found = [
+        {"panel": panel, "system": system, "points": [[1, 0.1], [seconds * factor, accuracy]]}
+        for panel, factor in (("mlp, 200mbit", 1), ("convnet, 200mbit", 1))
+        for system, (seconds, accuracy) in ends.items()
+    ]
+    found += [row | {"panel": "alexnet, 200mbit", "points": [[9, row["points"][-1][1] / 2]]} for row in found[:4]]
+    assert pictures.convergence_message(found) == (
+        "pipesgd, int4 trains 1.0 to 5.0 times as fast as DDP (emulated, 200 Mbit/s); "
+        "Pipe-SGD without warm-up and prediction ends 2 to 4 points lower"
+    )
 
 
 def test_a_curve_whose_seeds_have_diverged_is_named_without_a_line() -> None:
     diverged = CURVES | {("mlp", "ddp", 0, 1.0): curve(failure="diverged in iteration 3")}
     curves = pictures.curve_rows(list(rows().values()), diverged)
     axes = pictures.plot_curves(curves[:4], Figure().subplots())
-    [ddp] = [line for line in axes.get_lines() if line.get_label() == "ddp"]
+    [ddp] = [line for line in axes.get_lines() if line.get_label() == "DDP"]
     assert len(ddp.get_xydata()) == 0
 
 
