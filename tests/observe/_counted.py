@@ -29,7 +29,7 @@ class Counted(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        if torch.is_grad_enabled() and self.training:
+        if torch.is_grad_enabled():
             _last(output).register_hook(_count)
         return output
 
