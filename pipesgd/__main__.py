@@ -18,6 +18,7 @@ PROGRAM = "pipesgd"
 SUBCOMMANDS = {
     **dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:main"),
     "report": "pipesgd.report.commands:report",
+    "compare": "pipesgd.report.commands:compare",
 }
 """Function of each subcommand, as module:function. It takes the arguments and the program's name."""
 PLAN_OF_PROGRAM = "pipesgd.observe.plan:main"
@@ -29,6 +30,7 @@ HELP = """  pipesgd plan       best strategy, width and codec for a job, and why
   pipesgd predict    time of an iteration, an epoch and the job, and its limit
   pipesgd simulate   the iterations one by one, with jitter and slow ranks
   pipesgd report     a run as a page: pipesgd report runs/a
+  pipesgd compare    runs next to each other: pipesgd compare runs/a runs/b
 
   torchrun ... -m pipesgd.train       trains a model on several ranks
   torchrun ... -m pipesgd.calibrate   measures a cluster for the questions above

@@ -170,7 +170,9 @@ def loaded() -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-def test_a_run_imports_no_system_that_it_does_not_name_and_no_report_before_its_end(loaded: dict[str, set[str]]) -> None:
+def test_a_run_imports_no_system_that_it_does_not_name_and_no_report_before_its_end(
+    loaded: dict[str, set[str]],
+) -> None:
     assert "pipesgd.train" in loaded[STAGES[3]]
     rest = ("pipesgd.systems", "pipesgd.report", "pipesgd.run.attempts")
     assert not [name for of_stage in loaded.values() for name in of_stage if name.startswith(rest)]

@@ -78,6 +78,7 @@ def curves(
     y: Axis,
     marks: Sequence[Mark] = (),
     interval: Interval | None = None,
+    legend: bool = True,
 ) -> Html:
     """Return a drawing of these curves; its vertical axis is logarithmic if single values are far above the others.
 
@@ -88,8 +89,11 @@ def curves(
         y: vertical axis.
         marks: vertical lines.
         interval: range of the vertical axis that is shaded.
+        legend: false if the page says elsewhere which colour is which curve.
     """
-    draw = functools.partial(_curves, shown, description=description, x=x, y=y, marks=marks, interval=interval)
+    draw = functools.partial(
+        _curves, shown, description=description, x=x, y=y, marks=marks, interval=interval, legend=legend
+    )
     return join(*(draw(width, class_) for class_, width in WIDTHS.items()))
 
 
@@ -142,6 +146,7 @@ def _curves(
     y: Axis,
     marks: Sequence[Mark],
     interval: Interval | None,
+    legend: bool,
 ) -> Html:
     thinned = [_thin(curve, MOST_POINTS if class_ == "wide" else MOST_POINTS // 2) for curve in shown]
     lows = np.concatenate([low for _, _, low, _ in thinned])
@@ -154,7 +159,7 @@ def _curves(
     low, high = _room(min(bounds), max(bounds), log=log)
     side = [(value, y.notation(value)) for value in _Scale(low, high, 0, 1, log=log).ticks(5)]
     left = 12 + LETTER * max((len(text) for _, text in side), default=0)
-    top, bottom, right = 44, HEIGHT - 44, width - 12
+    top, bottom, right = 62 if marks else 44, HEIGHT - 44, width - 12
     xs = np.concatenate([curve.x for curve in shown])
     first, last = float(xs.min()), float(xs.max())
     across = _Scale(*(first, last) if last > first else (first - 0.5, first + 0.5), left, right)
@@ -179,12 +184,14 @@ def _curves(
     parts.append(_text(2, 14, f"{y.name}{', logarithmic' if log else ''}", soft=True))
     for mark in marks:
         place = across(min(max(mark.x, across.low), across.high))
-        parts.append(tag("line", class_="mark", x1=place, x2=place, y1=top - 8, y2=bottom))
-        parts.append(_text(min(place + 3, right), top + 2, mark.text, anchor="end" if place > right - 60 else "start"))
+        parts.append(tag("line", class_="mark", x1=place, x2=place, y1=top - 14, y2=bottom))
+        is_late = place > right - 80
+        next_to = place - 4 if is_late else place + 4
+        parts.append(_text(next_to, top - 5, mark.text, anchor="end" if is_late else "start", soft=True))
     parts += [part for curve, points in zip(shown, thinned, strict=True) for part in _drawn(curve, points, across, up)]
     names = [(curve.name, curve.colour) for curve in shown]
     names += [(interval.name, interval.colour)] if interval is not None else []
-    if len(names) > 1:
+    if legend and len(names) > 1:
         parts += _legend(names, right)
     return _svg(class_, width, HEIGHT, description, parts)
 

@@ -14,7 +14,11 @@ from typing import NoReturn
 
 from pipesgd.errors import UserInputError
 from pipesgd.process import accept_all_text, answer
+from pipesgd.report.compare import compare as comparison_of
+from pipesgd.report.compare import comparison_page, lines
+from pipesgd.report.folder import read_run
 from pipesgd.report.page import write_report
+from pipesgd.run.files import write_text_atomically
 from pipesgd.run.output import REPORT_FILE
 
 OUTPUT_HELP = "file of HTML to write"
@@ -40,6 +44,26 @@ def report(argv: Sequence[str], *, program: str) -> int:
         path = words.output or words.run / REPORT_FILE
         _written(path, lambda: write_report(words.run, path))
         return answer(f"wrote {path}")
+
+    return _run(parser, argv, command)
+
+
+def compare(argv: Sequence[str], *, program: str) -> int:
+    """Print a comparison of runs, and return the exit code: 2 after a line on stderr if there is no run."""
+    parser = _Parser(
+        prog=f"{program} compare",
+        description="Compare runs: at their ends, after equally many samples, and by the options that differ.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of two runs or more")
+    parser.add_argument("--output", type=Path, help=f"{OUTPUT_HELP}, with the loss of each run over samples and time")
+
+    def command(words: argparse.Namespace) -> int:
+        comparison = comparison_of([read_run(one) for one in words.runs])
+        said = lines(comparison)
+        if words.output is not None:
+            _written(words.output, lambda: write_text_atomically(words.output, comparison_page(comparison)))
+            said += f"\nwrote {words.output}"
+        return answer(said)
 
     return _run(parser, argv, command)
 

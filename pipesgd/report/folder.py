@@ -100,14 +100,16 @@ class RunFolder:
 
     @property
     def state(self) -> str:
-        """State of the run: "finished", "training", or why it ended."""
+        """State of the run: "training", "finished", after several attempts or not, or why it is "not finished"."""
         if self.is_in_use:
             return "training"
         if self.attempts:
             last = self.attempts[-1]
             if last.ended is None:
                 return "not finished: rank 0 ended without a word"
-            return "finished" if last.why is None else f"not finished: {last.why}"
+            if last.why is not None:
+                return f"not finished: {last.why}"
+            return "finished" if len(self.attempts) == 1 else f"finished, in attempt {len(self.attempts)}"
         return "finished" if self.summary else "not finished"
 
     @property

@@ -32,7 +32,9 @@ th, td { text-align: left; vertical-align: top; padding: 0.3rem 0.6rem 0.3rem 0;
 th { color: var(--soft); font-weight: 600; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 td:last-child, th:last-child { padding-right: 0; }
-td:last-child, h1, p { overflow-wrap: anywhere; }
+td:last-child, h1, p, .options td { overflow-wrap: anywhere; }
+table:not(.options) td:first-child, .whole { white-space: nowrap; }
+.options td:first-child { width: 45%; }
 figure { margin: 0.5rem 0; }
 svg { display: block; width: 100%; height: auto; }
 svg.narrow { display: none; }
@@ -41,7 +43,8 @@ svg text { fill: var(--ink); font: 13px system-ui, sans-serif; }
 svg text.soft { fill: var(--soft); font-size: 12px; }
 .grid { stroke: var(--line); stroke-width: 1; }
 .mark { stroke: var(--soft); stroke-width: 1.5; stroke-dasharray: 4 3; }
-.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round; opacity: 0.85; }
+.name { margin-right: 1.2em; }
 .c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); }
 .c3 { stroke: var(--c3); } .c4 { stroke: var(--c4); }
 .f0 { fill: var(--c0); } .f1 { fill: var(--c1); } .f2 { fill: var(--c2); } .f3 { fill: var(--c3); }
@@ -88,7 +91,7 @@ def join(*children: Child) -> Html:
     return Html("".join(child if isinstance(child, Html) else html.escape(_text(child)) for child in children))
 
 
-def table(head: list[Child], rows: list[list[Child]], *, numbers: bool = False) -> Html:
+def table(head: list[Child], rows: list[list[Child]], *, class_: str | None = None, numbers: bool = False) -> Html:
     """Return a table, without a head if that is empty; with ``numbers``, all columns but the first end at the right."""
 
     def row(kind: str, cells: list[Child]) -> Html:
@@ -96,7 +99,7 @@ def table(head: list[Child], rows: list[list[Child]], *, numbers: bool = False) 
         return tag("tr", *(tag(kind, cell, class_=aligned if index else None) for index, cell in enumerate(cells)))
 
     top = tag("thead", row("th", head)) if head else None
-    return tag("table", top, tag("tbody", *(row("td", cells) for cells in rows)))
+    return tag("table", top, tag("tbody", *(row("td", cells) for cells in rows)), class_=class_)
 
 
 def page(title: str, *sections: Child) -> Html:

@@ -60,7 +60,7 @@ def _head(run: RunFolder) -> Html:
     options = run.options
     ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
     what = f"{described(run)} on {ranks}: {options.get('model')} on {options.get('dataset')}"
-    state = tag("p", run.state.capitalize(), class_=None if run.state in ("finished", "training") else "bad")
+    state = tag("p", f"{run.state[0].upper()}{run.state[1:]}", class_="bad" if run.state.startswith("not") else None)
     facts = ((name, value) for name, value in key_figures(run).items())
     tiles = tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="tiles")
     notes = (tag("p", note, class_="bad") for note in run.notes)
@@ -122,7 +122,7 @@ def _loss(run: RunFolder) -> list[Child]:
     losses, elapsed = iterations["loss"], iterations.elapsed
     known = ~np.isnan(losses)
     content: list[Child] = []
-    x, per_second = _time_axis(float(elapsed[-1])) if len(elapsed) else (Axis(name="training time, s"), 1.0)
+    x, per_second = time_axis(float(elapsed[-1])) if len(elapsed) else (Axis(name="training time, s"), 1.0)
     elapsed = per_second * elapsed
     if known.any():
         shown = [Curve(name="training loss", x=elapsed, y=losses, dots=len(losses) < 3)]
@@ -157,7 +157,7 @@ def _loss(run: RunFolder) -> list[Child]:
 NOTHING = "No iteration is recorded."
 
 
-def _time_axis(longest: float) -> tuple[Axis, float]:
+def time_axis(longest: float) -> tuple[Axis, float]:
     """Return an axis for times of up to ``longest`` s, and the number of its units in a second."""
     for unit, seconds in (("h", 3600.0), ("min", 60.0)):
         if longest > 3 * seconds:
@@ -193,7 +193,7 @@ def _parts(run: RunFolder) -> list[Child]:
         bar = tag("figure", shares(parts, description=f"Mean parts of an iteration: {text}"))
     head: list[Child] = ["", "mean", "share", "median", "p95"]
     rows = [
-        [join(_key(colour), name), *_row(values[name], share=means[name] / total if total > 0 else None)]
+        [join(key(colour), name), *_row(values[name], share=means[name] / total if total > 0 else None)]
         for name, colour, _ in PARTS
     ]
     rows.append(["iteration", *_row(values["iteration"], share=1.0)])
@@ -203,12 +203,17 @@ def _parts(run: RunFolder) -> list[Child]:
 
 def _row(values: dict[str, float | None], share: float | None) -> list[Child]:
     mean, median, p95 = (
-        "" if value is None else format_seconds(value) for value in (values["mean"], values["median"], values["p95"])
+        "" if value is None else _time(value) for value in (values["mean"], values["median"], values["p95"])
     )
     return [mean, "" if share is None else f"{share:.0%}", median, p95]
 
 
-def _key(colour: int) -> Html:
+def _time(seconds: float) -> Html:
+    return tag("span", format_seconds(seconds), class_="whole")
+
+
+def key(colour: int) -> Html:
+    """Return a small square of this colour."""
     return tag("span", class_=f"key f{colour}")
 
 
@@ -222,8 +227,8 @@ def _communication(run: RunFolder) -> list[Child]:
     parts = [("hidden", hidden, 0), ("exposed", 1 - hidden, 1)]
     text = f"{hidden:.0%} of communication hidden, {1 - hidden:.0%} exposed"
     rows: list[list[Child]] = [
-        [join(_key(0), "hidden"), format_seconds(hidden * mean), f"{hidden:.0%}", "it ran while the ranks computed"],
-        [join(_key(1), "exposed"), format_seconds((1 - hidden) * mean), f"{1 - hidden:.0%}", "the ranks waited for it"],
+        [join(key(0), "hidden"), _time(hidden * mean), f"{hidden:.0%}", "it ran while the ranks computed"],
+        [join(key(1), "exposed"), _time((1 - hidden) * mean), f"{1 - hidden:.0%}", "the ranks waited for it"],
     ]
     content: list[Child] = [tag("figure", shares(parts, description=text)), table([], rows)]
     widths = iterations.known("width")
@@ -325,9 +330,12 @@ def _end(run: RunFolder, attempt: Attempt, is_last: bool) -> Html:
     return tag("span", f"{attempt.why}{where}", class_="bad")
 
 
-def _date(seconds: float) -> str:
+def _date(seconds: float) -> Child:
     try:
-        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+        date = datetime.fromtimestamp(seconds, UTC)
+        return join(
+            tag("span", f"{date:%Y-%m-%d}", class_="whole"), " ", tag("span", f"{date:%H:%M:%S}", class_="whole")
+        )
     except (ValueError, OverflowError, OSError):
         return UNKNOWN
 
@@ -371,8 +379,8 @@ def _options(run: RunFolder) -> list[Child]:
     ]
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     return [
-        table([], rows) if rows else tag("p", "All options have their defaults."),
-        tag("details", tag("summary", f"{len(others)} options at their defaults"), table([], others)),
+        table([], rows, class_="options") if rows else tag("p", "All options have their defaults."),
+        tag("details", tag("summary", f"{len(others)} options at their defaults"), table([], others, class_="options")),
         tag("p", f"Versions: {versions or UNKNOWN}."),
     ]
 
