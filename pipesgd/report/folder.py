@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from array import array
@@ -148,28 +149,33 @@ def read_run(path: Path, *, is_in_use: bool | None = None) -> RunFolder:
     notes: list[str] = []
     summary = _summary(path / SUMMARY_FILE, notes)
     told = summary.get("planned") or description.get("planned")
-    planned, measured = None, None
-    if isinstance(told, dict):
-        values = dict(told)
-        measured = number(values.pop("measured_seconds", None))
-        try:
-            planned = Planned.from_json(values)
-            planned.compare(1.0)
-        except (TypeError, ValueError, ArithmeticError):
-            planned, measured = None, None
-            notes.append(f"the plan in {RUN_FILE} is of another version, and is left out")
+    planned = _plan(told, notes) if isinstance(told, dict) else None
     return RunFolder(
         path=path,
         options=description["options"],
         world_size=description["world_size"],
         planned=planned,
-        measured_seconds=measured,
+        measured_seconds=number(told.get("measured_seconds")) if planned is not None else None,
         summary=summary,
         iterations=Iterations(path / METRICS_FILE),
         attempts=read_attempts(path / ATTEMPTS_FILE),
         is_in_use=_is_locked(path) if is_in_use is None else is_in_use,
         notes=notes,
     )
+
+
+def _plan(told: dict[str, Any], notes: list[str]) -> Planned | None:
+    """Return the plan, or None after a note if this version cannot use it."""
+    try:
+        planned = Planned.from_json({name: value for name, value in told.items() if name != "measured_seconds"})
+        planned.compare(1.0)
+        planned.windows([1.0])
+        if number(planned.start) is None:
+            raise ValueError(f"its start is {planned.start!r}")
+        return dataclasses.replace(planned, why=[str(line) for line in planned.why])
+    except (TypeError, ValueError, ArithmeticError, MemoryError):
+        notes.append("the plan of the run is damaged or of another version, and is left out")
+        return None
 
 
 def number(value: object) -> float | None:

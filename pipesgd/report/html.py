@@ -13,7 +13,10 @@ STYLE = """
 @media print {
   :root { color-scheme: light; --ink: #000000; --soft: #444444; --paper: #ffffff; --tile: #f3f5f7; --line: #bbbbbb;
     --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #b8860b; --c4: #7a5195; --bad: #b3261e; }
-  section, tr, figure { break-inside: avoid; }
+  tr, figure, .tiles { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .options { font-size: 0.75rem; }
+  .options td { padding-top: 0; padding-bottom: 0; }
   details::details-content { content-visibility: visible; block-size: auto; } }
 * { box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 body { margin: 0 auto; max-width: 47rem; padding: 1rem; background: var(--paper); color: var(--ink);

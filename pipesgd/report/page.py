@@ -263,7 +263,7 @@ def _predicted(run: RunFolder) -> list[Child]:
             measured = statistics(planned.windows(own[~np.isnan(own)].tolist()))["median"]
         line = "No iteration can be compared with the prediction." if measured is None else planned.compare(measured)
         content.append(tag("p", f"{line[0].upper()}{line[1:]}."))
-        content += [tag("p", line, class_="soft") for line in map(str, planned.why)]
+        content += [tag("p", line, class_="soft") for line in planned.why]
         if planned.window == 1:
             low, _, high = planned.median
             interval = Interval(low=1e3 * low, high=1e3 * high, name="predicted median")

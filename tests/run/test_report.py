@@ -8,13 +8,14 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from _ranks import run_ranks
-from _reports import line, page_of, read, write_run
+from _reports import Page, line, page_of, read, write_run
 from _runs import SHORT, run, succeed
 from conftest import REPOSITORY
 
@@ -24,6 +25,7 @@ from pipesgd.errors import PeerFailed, RunError, UserInputError
 from pipesgd.membership.heartbeat import Standing
 from pipesgd.ranks import Ranks, alone
 from pipesgd.report.charts import WIDTHS, Axis, Curve, Interval, curves
+from pipesgd.report.compare import compare, lines
 from pipesgd.report.folder import read_run
 from pipesgd.report.html import COLOURS, STYLE, tag
 from pipesgd.report.page import SECTIONS, report
@@ -172,6 +174,14 @@ def test_a_run_that_wrote_nothing_but_its_options_has_a_report(tmp_path: Path) -
     assert all(title in page.texts for title in SECTIONS)
 
 
+def test_of_lines_of_one_iteration_the_last_counts(tmp_path: Path) -> None:
+    again = [line(index, loss=float(loss)) for index, loss in ((0, 9), (1, 8), (2, 7), (1, 6), (2, 5), (3, 4))]
+    iterations = read_run(write_run(tmp_path, again)).iterations
+    assert iterations["loss"].tolist() == [9, 6, 5, 4]
+    assert iterations.elapsed.tolist() == [0.5, 1.0, 1.5, 2.0]
+    assert iterations.samples.tolist() == [64, 128, 192, 256]
+
+
 def test_one_iteration_is_enough(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path, [line(0)]))
     assert sum(name == "circle" for name, _ in page.elements) == len(WIDTHS)
@@ -189,7 +199,7 @@ def test_losses_that_are_not_finite_are_gaps_and_counted(tmp_path: Path, number:
     assert "nan" not in drawn.lower()
 
 
-@pytest.mark.parametrize("losses", [(1.0, 1e300, -1e300), (1.0, 2.0, 1e300), (-3.0, -4.0, -3.5), (0.0, 0.0, 0.0)])
+@pytest.mark.parametrize("losses", [(1.0, 1.7e308, -1.7e308), (1.0, 2.0, 1e300), (-3.0, -4.0, -3.5), (0.0, 0.0, 0.0)])
 def test_any_loss_is_drawn(tmp_path: Path, losses: tuple[float, ...]) -> None:
     page = page_of(write_run(tmp_path, [line(index, loss=loss) for index, loss in enumerate(losses)]))
     places = [
@@ -226,7 +236,7 @@ def test_the_prediction_is_next_to_what_was_measured(tmp_path: Path) -> None:
     assert "<width 2>" in page.texts
     assert "predicted median" in page.texts
     (folder / "run.json").write_text(json.dumps(described | {"planned": {"of": "another version"}}))
-    assert "the plan in run.json is of another version, and is left out" in page_of(folder).texts
+    assert "the plan of the run is damaged or of another version, and is left out" in page_of(folder).texts
 
 
 @pytest.mark.parametrize(
@@ -238,6 +248,59 @@ def test_a_damaged_summary_leaves_the_rest(tmp_path: Path, text: str) -> None:
     page = page_of(folder)
     assert ("summary.json is damaged, and is left out" in page.texts) == (not text.startswith("{"))
     assert all(title in page.texts for title in SECTIONS)
+
+
+SUMMARY = {
+    "network": ["127.0.0.1 (lo)"], "late_iterations": 2, "wall_seconds": 3.5, "iteration_seconds_of_ranks": [0.5, None],
+    "compute_seconds_of_ranks": [0.2, 0.4], "loading_share_of_ranks": [0.1, 0.2], "wire_bytes_per_iteration": 1000,
+    "skipped_updates": 1, "final": {"train_loss": 1.5, "test_accuracy": 0.5, "test_loss": 1.25},
+    "replicas_identical": True, "versions": {"torch": "2.13"}, "planned": PLANNED | {"measured_seconds": 0.5},
+}  # fmt: skip
+"""A summary with every entry that a report reads."""
+OPTIONAL = {"loss": 1.0, "test_accuracy": 0.5, "test_loss": 0.5, "prediction_cosine": 0.5, "nonfinite_ranks": [1]}
+JUNK = (None, "x", -1, 10**400, [None], {"a": [1]})
+
+
+def damaged(value: Any) -> Iterator[Any]:
+    """Yield copies of ``value``, in each of which one part is another thing, or is not there."""
+    yield from JUNK
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        rest = value.copy()
+        del rest[name]
+        yield rest
+        for other in damaged(part):
+            changed = value.copy()
+            changed[name] = other
+            yield changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run.json", "summary.json", "metrics.jsonl", "attempts.jsonl"])
+def test_whatever_is_damaged_there_is_a_report_or_one_line(tmp_path: Path, name: str) -> None:
+    folder = write_run(tmp_path, [line(index, **OPTIONAL) for index in range(3)])
+    attempts = Attempts(folder / "attempts.jsonl", Standing())
+    attempts.begin(start=0, world_size=2, run_again=0, versions={"torch": "2.13"})
+    attempts.fail("rank 0: the network is gone")
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    described = json.loads((folder / "run.json").read_text()) | {"planned": PLANNED}
+    described["options"] = {key: described["options"][key] for key in ("model", "strategy", "width", "local-steps")}
+    (folder / "run.json").write_text(json.dumps(described))
+    first, *others = (folder / name).read_text().splitlines()
+    reports, refusals = 0, []
+    for other in damaged(json.loads((folder / name).read_text() if not others else first)):
+        (folder / name).write_text("\n".join([json.dumps(other), *(others if name.endswith("l") else [])]) + "\n")
+        try:
+            run = read_run(folder)
+        except UserInputError as refused:
+            refusals.append(str(refused))
+            continue
+        Page(report(run))
+        assert lines(compare([run, run]))
+        reports += 1
+    assert reports > 20
+    assert not [text for text in refusals if "\n" in text or name != "run.json"]
+    assert bool(refusals) == (name == "run.json")
 
 
 # ---- Safe, readable
