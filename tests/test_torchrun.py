@@ -212,6 +212,7 @@ def test_a_signal_writes_a_checkpoint_on_all_ranks_and_says_one_line(
     found = re.match(f"stopped by {name} after iteration (\\d+); --resume", line)
     assert found, line
     assert newest_checkpoint(running) == int(found[1])
+    assert [str(one.why) in line for one in read_attempts(running.output / "attempts.jsonl")] == [True]
     assert not errors_of(running), running.lines
     wait_until_gone(pids)
 

@@ -192,7 +192,7 @@ def _curves(
     names = [(curve.name, curve.colour) for curve in shown]
     names += [(interval.name, interval.colour)] if interval is not None else []
     if legend and len(names) > 1:
-        parts += _legend(names, right)
+        parts += _legend(names, left)
     return _svg(class_, width, HEIGHT, description, parts)
 
 
@@ -243,9 +243,9 @@ def _room(low: float, high: float, *, log: bool) -> tuple[float, float]:
     """Return the ends of an axis for values from ``low`` to ``high``: with room, and from 0 if it is not far away."""
     if log:
         return low / 1.3, high * 1.3
-    if 0 <= low <= 0.6 * high and high > 0:
+    if high > 0 and (0 <= low <= 0.6 * high or low == high):
         return 0.0, high * 1.05
-    span = max(high - low, 1e-6 * abs(high)) or 1.0
+    span = max(high - low, 1e-3 * abs(high)) or 1.0  # values next to ticks are told apart
     return low - 0.05 * span, high + 0.05 * span
 
 
@@ -269,14 +269,13 @@ def _shares(parts: Sequence[tuple[str, float, int]], description: str, width: in
     return _svg(class_, width, BAR_HEIGHT, description, shapes)
 
 
-def _legend(names: Sequence[tuple[str, int]], right: float) -> list[Html]:
-    """Return the names of curves with their colours, from the right end of the line above a drawing to the left."""
+def _legend(names: Sequence[tuple[str, int]], left: float) -> list[Html]:
+    """Return the names of curves with their colours, in the line above a drawing that begins at ``left``."""
     parts = []
-    for name, colour in reversed(names):
-        parts.append(_text(right, 34, name, anchor="end", soft=True))
-        right -= 0.8 * LETTER * len(name) + 16
-        parts.append(tag("rect", class_=f"f{colour % COLOURS}", x=round(right, 1), y=24, width=11, height=11))
-        right -= 12
+    for name, colour in names:
+        parts.append(tag("rect", class_=f"f{colour % COLOURS}", x=round(left, 1), y=24, width=11, height=11))
+        parts.append(_text(left + 16, 34, name, soft=True))
+        left += 16 + LETTER * len(name) + 10
     return parts
 
 

@@ -10,8 +10,8 @@ import pytest
 from _reports import Page, line, write_run
 from _runs import SHORT, succeed
 
-from pipesgd.__main__ import main
 from pipesgd.errors import UserInputError
+from pipesgd.report import commands
 from pipesgd.report.charts import WIDTHS
 from pipesgd.report.compare import MOST_RUNS, Comparison, compare, comparison_page, lines
 from pipesgd.report.folder import read_run
@@ -136,11 +136,11 @@ def test_too_few_and_too_many_are_refused(tmp_path: Path) -> None:
 def test_the_command_prints_it_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(run(tmp_path / "a", 10)), str(run(tmp_path / "b", 10))]
     before = sorted(tmp_path.rglob("*"))
-    assert main(["compare", *words]) == 0
+    assert commands.compare(["compare", *words], program="pipesgd") == 0
     said = capsys.readouterr().out
     assert said == lines(compared(*map(Path, words))) + "\n"
     assert sorted(tmp_path.rglob("*")) == before
-    assert main(["compare", *words, "--output", str(tmp_path / "page.html")]) == 0
+    assert commands.compare(["compare", *words, "--output", str(tmp_path / "page.html")], program="pipesgd") == 0
     assert capsys.readouterr().out == f"{said}wrote {tmp_path}/page.html\n"
     assert Page((tmp_path / "page.html").read_text()).texts.count("a") > 1
     for wrong, told in {
@@ -155,7 +155,7 @@ def test_the_command_prints_it_and_writes_a_page(tmp_path: Path, capsys: pytest.
             str(tmp_path),
         ): f"output must be a file that can be written; got {tmp_path}: Is a directory",
     }.items():
-        assert main(["compare", *wrong]) == 2
+        assert commands.compare(["compare", *wrong], program="pipesgd") == 2
         assert capsys.readouterr().err == f"error: {told}\n"
 
 

@@ -20,10 +20,10 @@ from _runs import SHORT, run, succeed
 from conftest import REPOSITORY
 
 from pipesgd import exit as exit_module
-from pipesgd.__main__ import main
 from pipesgd.errors import PeerFailed, RunError, UserInputError
 from pipesgd.membership.heartbeat import Standing
 from pipesgd.ranks import Ranks, alone
+from pipesgd.report import commands
 from pipesgd.report.charts import WIDTHS, Axis, Curve, Interval, curves
 from pipesgd.report.compare import compare, lines
 from pipesgd.report.folder import read_run
@@ -93,7 +93,7 @@ def test_a_run_that_failed_and_was_resumed_shows_both(tmp_path: Path, capsys: py
     words = f"{SHORT} --loss faulty:loss --checkpoint-iterations 5 --output {folder}".split()
     assert run_ranks(2, _train_and_explain, str(tmp_path), words, process_group=False) == [1, 1]
     assert not (folder / "report.html").exists()
-    assert main(["report", str(folder)]) == 0
+    assert commands.report(["report", str(folder)], program="pipesgd") == 0
     assert any("the averaged gradient of iteration 7 holds a NaN" in text for text in read(folder).texts)
     (tmp_path / "mended").touch()
     assert run_ranks(2, _train_and_explain, str(tmp_path), [*words, "--resume"], process_group=False) == [0, 0]
@@ -426,10 +426,10 @@ def test_the_command_writes_the_report_of_a_run_that_has_not_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "run", [line(0)])
-    assert main(["report", str(folder)]) == 0
+    assert commands.report(["report", str(folder)], program="pipesgd") == 0
     assert capsys.readouterr().out == f"wrote {folder}/report.html\n"
     assert "Not finished" in read(folder).texts
-    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
+    assert commands.report(["report", str(folder), "--output", str(tmp_path / "page.html")], program="pipesgd") == 0
     assert (tmp_path / "page.html").read_text() == (folder / "report.html").read_text()
 
 
@@ -450,7 +450,7 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: pytest.Capt
         (): "the following arguments are required: run (see pipesgd report --help)",
         ("a", "--outptu"): "unrecognized arguments: --outptu (see pipesgd report --help)",
     }.items():
-        assert main(["report", *words]) == 2
+        assert commands.report(["report", *words], program="pipesgd") == 2
         assert capsys.readouterr().err == f"error: {told}\n"
     assert not (tmp_path / "c").exists()
 
