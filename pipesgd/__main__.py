@@ -15,7 +15,11 @@ from pipesgd.errors import UserInputError
 from pipesgd.process import answer
 
 PROGRAM = "pipesgd"
-SUBCOMMANDS = dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:main")
+SUBCOMMANDS = {
+    **dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:main"),
+    "report": "pipesgd.report.commands:report",
+    "compare": "pipesgd.report.commands:compare",
+}
 """Function of each subcommand, as module:function. It takes the arguments and the program's name."""
 PLAN_OF_PROGRAM = "pipesgd.observe.plan:main"
 """Function of ``plan --from``."""
@@ -25,13 +29,15 @@ HELP = """  pipesgd plan       best strategy, width and codec for a job, and why
                      iterations here; --link DATA shows it a file or folder
   pipesgd predict    time of an iteration, an epoch and the job, and its limit
   pipesgd simulate   the iterations one by one, with jitter and slow ranks
+  pipesgd report     a run as a page: pipesgd report runs/a
+  pipesgd compare    runs next to each other: pipesgd compare runs/a runs/b
 
   torchrun ... -m pipesgd.train       trains a model on several ranks
   torchrun ... -m pipesgd.calibrate   measures a cluster for the questions above
   python -m pipesgd.launch ...        torchrun's options, in fewer words
 
 Each explains its options with --help. timing-model is another name of pipesgd
-with the same subcommands."""
+for plan, predict and simulate."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

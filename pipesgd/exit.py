@@ -240,6 +240,7 @@ def _explained(failure: BaseException, ranks: Ranks | None) -> int:
         where = _where(ranks)
         if rank == 0:
             say(f"interrupted{where}" + ("; --resume continues from the last checkpoint" if where else ""))
+        _leave_word(ranks, f"interrupted{where}")
         return 128 + signal.SIGINT
     if isinstance(failure, StoppedBySignal):
         # A parameter server on a rank of its own writes no checkpoint, and knows of none.
@@ -249,12 +250,14 @@ def _explained(failure: BaseException, ranks: Ranks | None) -> int:
             more = f". torchrun restarts all ranks unless it was stopped itself (restarts left: {left})"
             say(f"{failure}{more if left else ''}")
         write_error_file(str(failure), "", cause=not serves)
+        _leave_word(ranks, str(failure))
         if ranks is not None:
             ranks.wait_until_all_have_spoken()
         return 128 + next((number for number, name in SIGNAL_NAMES.items() if name == failure.signal), signal.SIGTERM)
     if isinstance(failure, UserInputError) and (ranks is None or failure.known_to_all):
         if rank == 0 or isinstance(failure, DisagreementError):
             say(f"error: {failure}")
+        _leave_word(ranks, str(failure))
         if ranks is not None:
             ranks.wait_until_all_have_spoken()
         return EXIT_BAD_INPUT
@@ -273,9 +276,16 @@ def _explained(failure: BaseException, ranks: Ranks | None) -> int:
     write_error_file(text, trace, cause=not isinstance(failure, CommunicationError | Terminated))
     if ranks is not None:
         _hear_the_others(ranks, text, failure, known=list(silent))
+    _leave_word(ranks, text)
     if isinstance(failure, Terminated):
         return 128 + failure.number
     return EXIT_BAD_INPUT if isinstance(failure, UserInputError) else EXIT_FAILED
+
+
+def _leave_word(ranks: Ranks | None, text: str) -> None:
+    """Give the line that says why this rank ends to whoever keeps it."""
+    if ranks is not None and ranks.standing.last_words is not None:
+        ranks.standing.last_words(text)
 
 
 def _hear_the_others(ranks: Ranks, text: str, failure: BaseException, *, known: list[int]) -> None:

@@ -7,11 +7,12 @@ import statistics
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from pipesgd.pipeline_config import Buffers
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)

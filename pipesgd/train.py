@@ -63,7 +63,15 @@ from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
 from pipesgd.run.metrics import History, IterationMetrics, MetricsWriter, statistics, step_seconds
 from pipesgd.run.state import RunState
-from pipesgd.run.summary import Result, describe, measured_before, network_line, sum_of_finite, summarize
+from pipesgd.run.summary import (
+    Result,
+    describe,
+    measured_before,
+    network_line,
+    sum_of_finite,
+    summarize,
+    versions,
+)
 from pipesgd.run.workload import agree_on_workload, check_exchange, load, reduce_of
 from pipesgd.strategies import make_strategy, serve
 from pipesgd.strategy import StepReport, Strategy
@@ -71,6 +79,7 @@ from pipesgd.strategy import StepReport, Strategy
 if TYPE_CHECKING:
     from pipesgd.planning.drift import Drift
     from pipesgd.planning.planned import Planned
+    from pipesgd.run.attempts import Attempts
     from pipesgd.run.recorder import OwnRecorder
     from pipesgd.run.trace import Trace
 
@@ -261,6 +270,8 @@ class Run:
         self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
         self.trace = self._trace()
         self._recorders: list[MetricsWriter | ProgressBar | OwnRecorder] = []
+        self._attempts: Attempts | None = None
+        """Writer of the beginning and the end of this attempt, on rank 0 once training begins."""
         self._history = History()
         """Numbers of all iterations on rank 0, with those before this attempt; empty on the other ranks."""
         self._paces = array("d")
@@ -369,6 +380,7 @@ class Run:
             ranks.enter("reading of earlier metrics")
             writer = self._stack.enter_context(MetricsWriter(job.folder, start=self.start))
             self._history = writer.history
+            self._attempts = self._begin_attempt(run_again=writer.dropped)
             self._recorders.append(writer)
             bar = ProgressBar(job.console, total=job.iterations, start=self.start)
             self._recorders.append(self._stack.enter_context(bar))
@@ -408,6 +420,15 @@ class Run:
         from pipesgd.run.trace import Trace
 
         return Trace(self.job.workers)
+
+    def _begin_attempt(self, *, run_again: int) -> Attempts:
+        """Write that this attempt begins to train, for the report of the run."""
+        from pipesgd.run.attempts import Attempts
+
+        attempts = Attempts(self.job.folder / output.ATTEMPTS_FILE, self.job.ranks.standing)
+        world_size = self.job.ranks.world_size
+        attempts.begin(start=self.start, world_size=world_size, run_again=run_again, versions=versions())
+        return attempts
 
     def _drift(self) -> Drift | None:
         """Return what compares the iterations of this attempt with the plan, on rank 0 of a run that has one."""
@@ -579,7 +600,12 @@ class Run:
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
                 write_text_atomically(path, json.dumps(summary, indent=1) + "\n")
+            assert self._attempts is not None, "this rank has trained"
+            self._attempts.finish()
+            job.ranks.enter("report")  # of days, perhaps: the others wait as long as this takes
+            self._write_report()
             names = (
+                output.REPORT_FILE,
                 output.SUMMARY_FILE,
                 output.METRICS_FILE,
                 output.WEIGHTS_FILE,
@@ -606,6 +632,16 @@ class Run:
         if job.workers.rank > 0 and job.workers.local_rank == 0:  # on its machine nothing else says that all is well
             where = job.ranks.addresses()[0].partition(" ")[0]  # without its interface
             say_on_stderr(f"rank {job.workers.rank}: done; results are on {where} in {ends[0][0]}")
+
+    def _write_report(self) -> None:
+        """Write the report of the run, or warn if that is impossible: ``pipesgd report`` can write it later."""
+        from pipesgd.report.page import write_report
+
+        path = self.job.folder / output.REPORT_FILE
+        try:
+            write_report(self.job.folder, path, is_in_use=False)
+        except OSError as failure:
+            warn(f"the report could not be written ({path}: {failure.strerror or failure})")
 
 
 def known_accuracy(config: TrainConfig, model: nn.Module, iterations: int) -> str | None:

@@ -36,6 +36,7 @@ FLOORS = [
     {"pipeline", "baselines"},
     {"systems"},
     {"strategies", "run", "calibration", "planning"},
+    {"report"},
     {
         "cli",
         "exit",
@@ -169,9 +170,12 @@ def loaded() -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-def test_a_run_imports_no_system_that_it_does_not_name(loaded: dict[str, set[str]]) -> None:
+def test_a_run_imports_no_system_that_it_does_not_name_and_no_report_before_its_end(
+    loaded: dict[str, set[str]],
+) -> None:
     assert "pipesgd.train" in loaded[STAGES[3]]
-    assert not [name for of_stage in loaded.values() for name in of_stage if name.startswith("pipesgd.systems")]
+    rest = ("pipesgd.systems", "pipesgd.report", "pipesgd.run.attempts")
+    assert not [name for of_stage in loaded.values() for name in of_stage if name.startswith(rest)]
 
 
 WIRE_HALF = ("pipeline.flight", "pipeline.in_flight")

@@ -24,6 +24,7 @@ from PIL import Image
 from experiments.command import torchrun
 from pipesgd.config import DataConfig
 from pipesgd.ranks import Ranks
+from pipesgd.run.attempts import read_attempts
 
 pytestmark = pytest.mark.slow
 
@@ -132,6 +133,10 @@ def test_a_killed_rank_with_a_restart_gives_the_same_weights(job: Any, tmp_path:
     result = json.loads((running.output / "summary.json").read_text())
     assert result["weights_sha256"] == expected["weights_sha256"]
     assert result["final"] == expected["final"]
+    killed, last = read_attempts(running.output / "attempts.jsonl")
+    assert (killed.start, killed.ended, last.why) == (0, None, None)
+    assert last.start >= 20
+    assert "rank 0 ended without a word" in (running.output / "report.html").read_text()
 
 
 def test_ranks_do_not_outlive_torchrun_not_even_a_stopped_one(job: Any) -> None:
@@ -207,6 +212,7 @@ def test_a_signal_writes_a_checkpoint_on_all_ranks_and_says_one_line(
     found = re.match(f"stopped by {name} after iteration (\\d+); --resume", line)
     assert found, line
     assert newest_checkpoint(running) == int(found[1])
+    assert [str(one.why) in line for one in read_attempts(running.output / "attempts.jsonl")] == [True]
     assert not errors_of(running), running.lines
     wait_until_gone(pids)
 

@@ -222,6 +222,8 @@ class Standing:
     newest_checkpoint: int | None = None
     """Iteration after which the newest checkpoint was written."""
     farewell: Farewell = field(default_factory=Farewell)
+    last_words: Callable[[str], object] | None = None
+    """Function called with the line that says why this rank ends; None if nobody keeps it."""
     _phase: tuple[str, bool, float] = field(default=("start", False, 0.0), init=False)
     _count: int = field(default=0, init=False)
 

@@ -13,14 +13,16 @@ from dataclasses import asdict, dataclass
 from io import BufferedRandom
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipesgd.errors import warn
 from pipesgd.run.event_file import EventFile
 from pipesgd.run.files import Appender, reason, write_atomically
-from pipesgd.strategy import StepReport
+
+if TYPE_CHECKING:
+    from pipesgd.strategy import StepReport
 
 SECONDS = ("iteration", "loading", "compute", "communication", "exposed", "update")
 ADDED_SECONDS = ("loading",)
@@ -142,6 +144,8 @@ class MetricsWriter:
         path = output / "metrics.jsonl"
         self.history = History()
         """Numbers of all iterations that the file has."""
+        self.dropped = 0
+        """Lines of iterations that are run again."""
         try:
             write_atomically(path, lambda file: self._keep(path, start, file))
         except OSError as failure:
@@ -164,16 +168,17 @@ class MetricsWriter:
 
         Raises ``OSError`` if they cannot be copied.
         """
-        lines, kept, dropped = MetricsLines(path), 0, 0
+        lines, kept = MetricsLines(path), 0
+        self.dropped = 0  # of this reading: the first may have failed
         for text, line in lines:
             if line["iteration"] >= start:
-                dropped += 1
+                self.dropped += 1
                 continue
             kept += 1
             self.history.put(line["iteration"], line["seconds"], *(line[name] for name in History.COUNTS))
             if file is not None:
                 file.write(text + b"\n")
-        if file is not None and (not lines.whole or (dropped and not kept)):
+        if file is not None and (not lines.whole or (self.dropped and not kept)):
             why = "holds only iterations that are run again" if lines.whole else "could not be read in full"
             warn(f"{path} {why}; it is kept as {_keep_aside(path).name}")
 

@@ -9,15 +9,17 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipesgd.config import FREE_ON_RESUME, TrainConfig, differing_options
 from pipesgd.errors import CheckpointError, UserInputError, warn
-from pipesgd.ranks import Ranks
 from pipesgd.run.checkpoint_folder import CheckpointFolder
 from pipesgd.run.event_file import EVENT_FILE
 from pipesgd.run.files import reason, write_text_atomically
 from pipesgd.run.folder_lock import FolderLock, check_unused
+
+if TYPE_CHECKING:
+    from pipesgd.ranks import Ranks
 
 RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
@@ -27,11 +29,16 @@ WEIGHTS_FILE = "model.pt"
 CLUSTER_FILE = "cluster.toml"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
+ATTEMPTS_FILE = "attempts.jsonl"
+REPORT_FILE = "report.html"
 
 TAKEN = "output folder taken"
 """Mark, before the name of rank 0's folder, of a job that has taken it: torchrun's restarts continue the run in it."""
 
-_FILES = (SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256", CLUSTER_FILE)
+_FILES = (
+    SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256", CLUSTER_FILE, ATTEMPTS_FILE,
+    REPORT_FILE,
+)  # fmt: skip
 """Files that a run writes in addition to run.json."""
 
 _ASIDE = re.compile(rf"{re.escape(METRICS_FILE)}\.aside-[0-9]+")

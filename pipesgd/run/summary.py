@@ -114,6 +114,16 @@ def measured_before(path: Path, ranks: int) -> dict[str, list[float | None]]:
     return found if whole else {}
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that train, by their names."""
+    return {
+        "pipesgd": pipesgd.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: History) -> dict[str, Any]:
     """Return the content of summary.json; ``history`` is that of all iterations."""
     pipeline, windows = config.pipeline, config.windows
@@ -155,11 +165,6 @@ def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: Histor
         },
         "replicas_identical": result.replicas_identical,
         "weights_sha256": result.weights_sha256,
-        "versions": {
-            "pipesgd": pipesgd.__version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "options": config.options(),
     }

@@ -259,6 +259,7 @@ def test_a_lock_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(tmp_path: Path) -> None:
     take(tmp_path).release()
     ours = ["model.pt", "model.pt.sha256", "summary.json", "metrics.jsonl.aside-1", "checkpoints/iteration-5/shared.pt"]
+    ours += ["report.html", "attempts.jsonl"]
     ours += ["checkpoints/aside-1-of-iteration-7/rank-0.pt", "tensorboard/events.out.tfevents.1.a.2.0"]
     ours += [f"checkpoints/.iteration-8.{'0f' * 16}/rank-0.pt", ".run.json.0123456789abcdef.tmp"]
     others = ["thesis.tex", "checkpoints/of-another-program", "tensorboard/notes"]
