@@ -15,7 +15,7 @@ from pipesgd.errors import UserInputError
 from pipesgd.process import answer
 
 PROGRAM = "pipesgd"
-SUBCOMMANDS = dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:main")
+SUBCOMMANDS = {**dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:main"), "keys": "pipesgd.keys:main"}
 """Function of each subcommand, as module:function. It takes the arguments and the program's name."""
 PLAN_OF_PROGRAM = "pipesgd.observe.plan:main"
 """Function of ``plan --from``."""
@@ -25,6 +25,7 @@ HELP = """  pipesgd plan       best strategy, width and codec for a job, and why
                      iterations here; --link DATA shows it a file or folder
   pipesgd predict    time of an iteration, an epoch and the job, and its limit
   pipesgd simulate   the iterations one by one, with jitter and slow ranks
+  pipesgd keys new   a secret by which the ranks of a job know each other
 
   torchrun ... -m pipesgd.train       trains a model on several ranks
   torchrun ... -m pipesgd.calibrate   measures a cluster for the questions above

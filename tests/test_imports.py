@@ -39,6 +39,7 @@ FLOORS = [
     {
         "cli",
         "exit",
+        "keys",
         "train",
         "calibrate",
         "launch",
@@ -64,6 +65,7 @@ MAY_NAME_TORCH_DISTRIBUTED = {
     "launch",
     "membership.meeting",
     "membership.neighbours",
+    "membership.sealed",
     "membership.session",
     "membership.store",
     "membership.watcher",
