@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     **dict.fromkeys(("plan", "predict", "simulate"), "timing_model.cli:main"),
     "report": "pipesgd.report.commands:report",
     "compare": "pipesgd.report.commands:compare",
+    "keys": "pipesgd.keys:main",
 }
 """Function of each subcommand, as module:function. It takes the arguments and the program's name."""
 PLAN_OF_PROGRAM = "pipesgd.observe.plan:main"
@@ -31,6 +32,7 @@ HELP = """  pipesgd plan       best strategy, width and codec for a job, and why
   pipesgd simulate   the iterations one by one, with jitter and slow ranks
   pipesgd report     a run as a page: pipesgd report runs/a
   pipesgd compare    runs next to each other: pipesgd compare runs/a runs/b
+  pipesgd keys new   a secret by which the ranks of a job know each other
 
   torchrun ... -m pipesgd.train       trains a model on several ranks
   torchrun ... -m pipesgd.calibrate   measures a cluster for the questions above

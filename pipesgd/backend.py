@@ -38,6 +38,8 @@ from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.flat_buffer import are_finite, take_mean, take_shares
 from pipesgd.functions import OWN, kind
 from pipesgd.membership.heartbeat import Standing
+from pipesgd.membership.sealed import part, sealed
+from pipesgd.membership.secret import job_secret
 from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.process import say
 from pipesgd.ranks import Ranks, lost
@@ -172,10 +174,11 @@ class PipesgdGroup(dist.ProcessGroup):
     ):
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # torch's stubs know its other constructor alone
         ranks_over = partial(_ranks, rank, world_size, timeout, numbers)
-        ranks = ranks_over(dist.PrefixStore("options/", store))
+        store = sealed(store, job_secret())
+        ranks = ranks_over(part(store, "options"))
         self._options = ranks.raise_together("options of the backend", partial(_checked, options))
         check_same_settings(ranks, plain(self._options), {})
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, world_size, timeout)
+        gloo = dist.ProcessGroupGloo(part(store, "gloo"), rank, world_size, timeout)
         gloo._set_sequence_number_for_group()
         self._of_gloo = dist.ProcessGroup(store, rank, world_size)
         for group in (self, self._of_gloo):
@@ -248,7 +251,7 @@ class _LargeSums:
     def __init__(
         self, store: dist.Store, ranks_over: Callable[[dist.Store], Ranks], options: BackendOptions, device: str
     ):
-        self._store = dist.PrefixStore(f"sums on {device}/", store)
+        self._store = part(store, f"sums on {device}")
         self._ranks = ranks_over(self._store)
         self._options = options
         self._device = device

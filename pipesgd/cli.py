@@ -267,6 +267,16 @@ def as_toml(config: TrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
+def secret_file(argv: Sequence[str]) -> str | None:
+    """Return the file of ``--secret-file``, which is read before the ranks meet; None if it is not given.
+
+    Whatever is wrong with other arguments is left to the run, whose ranks report it together.
+    """
+    with contextlib.suppress(UserInputError):
+        argv = _expand_config_file(list(argv), TrainConfig().options())
+    return _value_of("secret-file", list(argv))
+
+
 def _prepared(argv: Sequence[str], defaults: dict[str, Any]) -> list[str]:
     """Return the arguments with a --config file in front, all names of which are in ``defaults``."""
     prepared = _expand_config_file(list(argv), defaults)

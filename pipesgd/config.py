@@ -421,7 +421,9 @@ def options_of(*sections: Any) -> dict[str, Any]:
     }
 
 
-FREE_BETWEEN_RANKS = frozenset({"data-dir", "output", "loader-workers", "log-messages", "resume", "cluster"})
+FREE_BETWEEN_RANKS = frozenset({
+    "data-dir", "output", "loader-workers", "log-messages", "resume", "cluster", "secret-file",
+})  # fmt: skip
 """Options that may differ between ranks: folders differ between machines, any rank may ask to resume since all agree on
 what to resume from, and only rank 0's cluster counts."""
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from pipesgd.cli import HelpRequested
+from pipesgd.cli import HelpRequested, secret_file
 from pipesgd.errors import (
     CommunicationError,
     DisagreementError,
@@ -27,6 +27,7 @@ from pipesgd.errors import (
 )
 from pipesgd.membership.farewell import Farewell
 from pipesgd.membership.heartbeat import no_word_from
+from pipesgd.membership.secret import job_secret
 from pipesgd.membership.watcher import ENDED_SECONDS
 from pipesgd.process import (
     accept_all_text,
@@ -154,7 +155,7 @@ def _run(command: Callable[[Sequence[str], Ranks, Screen], None], argv: Sequence
     watching = contextlib.ExitStack()
     begin()  # if the command's module has not done so, as when a user's own program calls it
     try:
-        ranks = join()
+        ranks = join(job_secret(secret_file(argv)))
         signals.farewell = ranks.standing.farewell
         console = screen(ranks)
         # If the main thread is in a wait of gloo's, which nothing can end, the watcher's thread ends this process.

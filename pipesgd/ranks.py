@@ -37,6 +37,8 @@ from pipesgd.membership.address import Address, own_address, unreachable
 from pipesgd.membership.heartbeat import LONGEST_PHASE, Beat, Patience, Standing
 from pipesgd.membership.listening import hold_back_silent_connections
 from pipesgd.membership.lookups import suspecting_lookups
+from pipesgd.membership.sealed import forged, part, sealed
+from pipesgd.membership.secret import Secret, job_secret
 from pipesgd.membership.session import open_session
 from pipesgd.membership.store import BoundedStore, MalformedValue, decode, host_store, poll, present, same_kind
 from pipesgd.membership.watcher import ENDED_SECONDS, FAILURE, Watcher, ended_text, report_ended, report_key, root_cause
@@ -48,7 +50,7 @@ from pipesgd.process import (
     local_world_size,
     say,
 )
-from pipesgd.sections import DEFAULT_TIMEOUT
+from pipesgd.sections import DEFAULT_TIMEOUT, Wire
 
 T = TypeVar("T")
 
@@ -90,6 +92,8 @@ class Ranks:
     before_gather: Callable[[str], None] | None = field(default=None, init=False, repr=False)
     """Function called before an ``all_gather_object`` that is not ``close_by``, with its name; it waits for ranks that
     may legitimately be far behind."""
+    secret: Secret | None = None
+    """Secret of the job, which seals what passes through ``store``; None if it has none."""
     job_store: dist.Store | None = None
     """Store that all attempts of the job share, whereas ``store`` is the part of this attempt."""
     job_size: int = 0
@@ -143,7 +147,7 @@ class Ranks:
     def group_store(self) -> dist.Store:
         """Return the part of the store for the next process group of these ranks, with keys of its own. Collective."""
         self._process_groups += 1
-        return dist.PrefixStore(f"process group of {self.world_size}/{self._process_groups}", self.store)
+        return part(self.store, f"process group of {self.world_size}/{self._process_groups}")
 
     def enter(self, phase: str, *, waiting: bool = False) -> None:
         """Set what this rank does from now on, and whether it waits for others meanwhile; heartbeats report it."""
@@ -246,7 +250,8 @@ class Ranks:
             missing = self._missing(key, seconds, until_a_failure=True)
             if missing:  # the wait was longer if one of them made progress for a while
                 waited = time.monotonic() - begin
-                self._raise_missing(missing, f"exchange of {what}", seconds if waited < 2 * seconds else round(waited))
+                seconds = seconds if waited < 2 * seconds else round(waited)
+                self._raise_missing(missing, f"exchange of {what}", seconds, key)
             answers = self._calls.get([key.format(rank) for rank in range(self.world_size)])
             # A rank in this exchange has read the previous one, so that one's key can go: the store stays small.
             self._own_keys.append(key.format(self.rank))
@@ -273,7 +278,7 @@ class Ranks:
             ) from problem
         return value
 
-    def _raise_missing(self, missing: list[int], operation: str, seconds: float) -> NoReturn:
+    def _raise_missing(self, missing: list[int], operation: str, seconds: float, key: str) -> NoReturn:
         reports = self._calls.run(lambda store: present(store, [report_key(rank) for rank in range(self.job_size)]))
         cause = root_cause({rank: reports.get(report_key(rank), b"") for rank in range(self.job_size)})
         beats = self._beats(missing)
@@ -281,6 +286,8 @@ class Ranks:
         alive = [f"rank {self.number(rank)} is alive: {b.place()}" for rank, b in beats.items() if rank not in silent]
         numbers = [self.number(rank) for rank in missing]
         text = f"no message within {seconds:g} s from {named(numbers)}" + "".join(f"; {one}" for one in alive)
+        if wrong := forged(self.store, [key.format(rank) for rank in missing]):
+            text += f"; the store's value of {wrong[0]!r} is forged: somebody else overwrites it"
         if cause is None and self._job._failure is not None:
             raise self._job._failure
         raise (PeerFailed if cause else DeadlineExceeded)(
@@ -460,6 +467,8 @@ class Ranks:
             missing = [rank for rank, one in enumerate(keys) if not check([one])]
             if until_a_failure:
                 patience.observe(self._beats(missing), time.monotonic())
+                if forged(self.store, [f"beat/{rank}" for rank in missing]):
+                    patience.extend(time.monotonic())  # they may well make progress
             if time.monotonic() >= patience.end or (until_a_failure and self._knows_a_failure()):
                 return missing
 
@@ -496,16 +505,20 @@ def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, tim
     return CommunicationError(rank=rank, peer=peer, operation=operation, reason=reason)
 
 
-def join() -> Ranks:
+def join(secret: Secret | None = None) -> Ranks:
     """Return the ranks that torchrun started this process with; without torchrun, a single rank.
 
+    With a ``secret``, by default that of the environment, what they tell each other through the store is sealed.
+
     Raises:
-        UserInputError: torchrun's variables are set in part only, or to what they cannot be.
+        UserInputError: torchrun's variables are set in part only, or to what they cannot be; or the ranks do not have
+            the same secret.
         CommunicationError: the store of the job cannot be reached.
     """
     if not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return alone()
     place = _given(launched)
+    secret = secret or job_secret()
     try:
         with suspecting_lookups(place.host):
             own = None
@@ -515,7 +528,7 @@ def join() -> Ranks:
                 own = host_store(place.host, place.port)
             store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
             del own  # the process has one server at the port, which the store of the rendezvous keeps
-            store = dist.PrefixStore("pipesgd", store)
+            store = sealed(store, secret)
             processes = BoundedStore(store, lambda: DEFAULT_TIMEOUT).run(lambda store: store.add("processes", 1))
         session = open_session(store, rank, world_size, DEFAULT_TIMEOUT)
     except dist.DistError as failure:
@@ -524,6 +537,7 @@ def join() -> Ranks:
         rank=rank,
         world_size=world_size,
         store=session,
+        secret=secret,
         job_store=store,
         local_rank=_given(local_rank),
         local_world_size=_given(local_world_size),
@@ -550,21 +564,25 @@ def alone(number: int | None = None) -> Ranks:
     return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False, numbers=numbers)
 
 
-def current(timeout: float | None, process_group: dist.ProcessGroup | None = None) -> Ranks:
+def current(
+    timeout: float | None, process_group: dist.ProcessGroup | None = None, secret: Secret | None = None
+) -> Ranks:
     """Return the ranks of ``process_group``, by default torch's default group, which is started if there is none yet.
 
     All ranks of the group call this together. Those of other groups of the job may do so at the same time, or not.
     With None, ranks wait for each other as long as in the group's own operations. That is half an hour in gloo, since
     one of them may evaluate or save alone, but a rank without a heartbeat is lost as early as by default.
+    With a ``secret``, by default that of the environment, what they tell each other through the store is sealed.
 
     Raises:
-        UserInputError: ``process_group`` is no group of torch.distributed, or one without this rank.
+        UserInputError: ``process_group`` is no group of torch.distributed, or one without this rank; or the ranks do
+            not have the same secret.
         CommunicationError: not every rank could be reached.
     """
     if process_group is not None:
         _check_group(process_group)
     elif not dist.is_initialized():
-        ranks = join()
+        ranks = join(secret)
         # Ranks that share a GPU use gloo for it, too: nccl refuses them.
         enough = torch.cuda.device_count() >= ranks.local_world_size
         own_gpus = all(ranks.all_gather_object("whether there are GPUs", enough))
@@ -574,7 +592,8 @@ def current(timeout: float | None, process_group: dist.ProcessGroup | None = Non
     group = process_group or everybody
     standing = Standing(_timeout_of(group), silence=DEFAULT_TIMEOUT) if timeout is None else Standing(timeout)
     # torch offers no public access to the store of a group that somebody else has started.
-    store = dist.PrefixStore("pipesgd", dist.distributed_c10d._get_process_group_store(group))
+    secret = secret or job_secret()
+    store = sealed(dist.distributed_c10d._get_process_group_store(group), secret)
     numbers = dist.get_process_group_ranks(group)
     rank, session = _session(store, numbers, standing.timeout)
     started = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
@@ -586,6 +605,7 @@ def current(timeout: float | None, process_group: dist.ProcessGroup | None = Non
         rank=rank,
         world_size=len(numbers),
         store=session,
+        secret=secret,
         job_store=store,
         standing=standing,
         local_rank=close_by.index(dist.get_rank()) if by_torchrun else 0,
@@ -594,7 +614,7 @@ def current(timeout: float | None, process_group: dist.ProcessGroup | None = Non
     )
 
 
-def given_ranks(ranks: Ranks | None, process_group: dist.ProcessGroup | None, timeout: float | None) -> Ranks:
+def given_ranks(ranks: Ranks | None, process_group: dist.ProcessGroup | None, wire: Wire) -> Ranks:
     """Return the ``ranks`` to work with, or those of ``process_group``, as ``current`` does.
 
     Raises:
@@ -602,10 +622,11 @@ def given_ranks(ranks: Ranks | None, process_group: dist.ProcessGroup | None, ti
     """
     if ranks is not None and process_group is not None:
         raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
-    return ranks or current(timeout, process_group)
+    timeout = DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout
+    return ranks or current(timeout, process_group, job_secret(wire.secret_file))
 
 
-def among(numbers: Sequence[int], standing: Standing) -> Ranks:
+def among(numbers: Sequence[int], standing: Standing, secret: Secret | None = None) -> Ranks:
     """Return the ranks of torch's default group that have these ``numbers``, of which this rank's is one.
 
     All of them call this together, and no other rank does. They need no process group of torch.distributed.
@@ -613,17 +634,19 @@ def among(numbers: Sequence[int], standing: Standing) -> Ranks:
     Args:
         numbers: numbers of the ranks in the default group, in the order in which the ranks are counted from now on.
         standing: what this rank is doing, as it is known already to other ranks.
+        secret: the secret of the job; None if it has none.
 
     Raises:
         CommunicationError: not every rank could be reached.
     """
     store = dist.distributed_c10d._get_process_group_store(dist.distributed_c10d._get_default_group())
-    store = dist.PrefixStore(f"pipesgd among {','.join(map(str, numbers))}", store)
+    store = part(sealed(store, secret), f"among {','.join(map(str, numbers))}")
     rank, session = _session(store, numbers, standing.timeout)
     return Ranks(
         rank=rank,
         world_size=len(numbers),
         store=session,
+        secret=secret,
         job_store=store,
         standing=standing,
         numbers=tuple(numbers),

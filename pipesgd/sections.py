@@ -81,6 +81,10 @@ class Wire:
     fewer bytes by its shape and the batch; run.json has the choices). Rows and factors are exact and uncompressed.
     Everything else is exchanged whole, as are weights that an embedding or a linear layer shares with another kind
     of layer. With rows, torch.nn.Embedding may have sparse=True."""
+    secret_file: str | None = option(None)
+    """File with the secret of the job, made by pipesgd keys new FILE and copied to each machine: what ranks tell each
+    other through the store of the job is sealed with it, and what others write there is ignored. By default the file
+    that the variable PIPESGD_SECRET_FILE names, if any; a DistributedDataParallel program sets the variable."""
     timeout: float | None = option(None)
     """Seconds that a rank waits for another one, for any reason, before the run fails: from 0.1 to 1,000,000, by
     default 120 (in a DistributedDataParallel program, as long as its process group waits). Where all ranks meet, one

@@ -178,7 +178,7 @@ def test_versions_are_said(kind: type[TrainConfig] | type[CalibrateConfig], comm
     [
         ("", 0, "-m pipesgd.train "),
         ("--version", 0, version()),
-        ("train", 2, "error: subcommand must be one of plan, predict, simulate, report, compare; got 'train'\n"),
+        ("train", 2, "error: subcommand must be one of plan, predict, simulate, report, compare, keys; got 'train'\n"),
         ("pln", 2, "got 'pln' (did you mean plan?)\n"),
         ("predict --help", 0, "usage: pipesgd predict "),
         ("report", 2, "error: the following arguments are required: run (see pipesgd report --help)\n"),

@@ -40,6 +40,7 @@ FLOORS = [
     {
         "cli",
         "exit",
+        "keys",
         "train",
         "calibrate",
         "launch",
@@ -65,6 +66,7 @@ MAY_NAME_TORCH_DISTRIBUTED = {
     "launch",
     "membership.meeting",
     "membership.neighbours",
+    "membership.sealed",
     "membership.session",
     "membership.store",
     "membership.watcher",

@@ -34,6 +34,7 @@ from pipesgd.ddp.local_steps import AttachedLocalSteps
 from pipesgd.ddp.proof import Proof
 from pipesgd.errors import UserInputError, warn
 from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.membership.secret import job_secret
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import without_effect
@@ -208,7 +209,8 @@ class AttachedPipeline(OnPipeline):
                 updates=updates if self._scaler is None else dataclasses.replace(updates, on_nonfinite="skip"),
                 seed=seed,
                 init_sync=init_sync,
-                ranks=ranks or current(wire.timeout, process_group or ddp_model.process_group),
+                ranks=ranks
+                or current(wire.timeout, process_group or ddp_model.process_group, job_secret(wire.secret_file)),
             )
         )
         self.pipeline.update.own_steps.remove()  # the loop takes them

@@ -24,6 +24,7 @@ from pipesgd.ddp.proof import Proof
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, on_device, real_numel
 from pipesgd.functions import OWN, kind
+from pipesgd.membership.secret import job_secret
 from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import WHOLE, Layout, Outgoing
 from pipesgd.pipeline.on_pipeline import taken_over
@@ -105,7 +106,7 @@ class CompressedBuckets:
         and would never add what others left out."""
         self._waiting: dict[int, list[Tensor]] = {}
         """State of parameters, by their places, whose bucket has not been seen yet."""
-        ranks = current(wire.timeout, process_group or ddp_model.process_group)
+        ranks = current(wire.timeout, process_group or ddp_model.process_group, job_secret(wire.secret_file))
         check_same_settings(ranks, {**settings_of(wire), "seed": seed, **plain(options.settings())}, {})
         if options.multiplies:
             check_same_products(ranks, self._parameters[0].device, f"with codec {options.codec}")

@@ -30,6 +30,7 @@ from pipesgd.ddp.hook import (
 from pipesgd.ddp.proof import Proof
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import are_finite
+from pipesgd.membership.secret import job_secret
 from pipesgd.optim.optimizer_copy import without_effect
 from pipesgd.optim.step import set_aside_gradients
 from pipesgd.pipeline.local_steps import LocalSteps
@@ -100,7 +101,8 @@ class AttachedLocalSteps(OnPipeline):
             updates=dataclasses.replace(updates, on_nonfinite="skip" if self._skips else "stop"),
             seed=seed,
             init_sync=init_sync,
-            ranks=ranks or current(wire.timeout, process_group or ddp_model.process_group),
+            ranks=ranks
+            or current(wire.timeout, process_group or ddp_model.process_group, job_secret(wire.secret_file)),
         )
         super().__init__(self._steps.pipeline)
         self.tally = self._steps.tally

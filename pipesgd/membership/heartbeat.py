@@ -121,6 +121,10 @@ class Liveness:
             self.beats[rank] = beat
             self._heard[rank] = now
 
+    def overlook(self, rank: int, now: float) -> None:
+        """Count no silence of ``rank`` up to now, since somebody else has overwritten its heartbeat."""
+        self._heard[rank] = max(self._heard[rank], now)
+
     def observe_news(self, news: News | None, now: float) -> None:
         """Record the news from rank 0."""
         if news is not None and news.count != self._news:
@@ -205,6 +209,10 @@ class Patience:
             self._seen[rank] = (beat, since)
             if moved or (beat.count != before.count and not beat.waiting):
                 self.end = max(self.end, min(now + self._timeout, since + self._longest))
+
+    def extend(self, now: float) -> None:
+        """Wait as after a sign of progress, if there may have been one that cannot be read."""
+        self.end = max(self.end, min(now + self._timeout, self._begin + self._longest))
 
 
 @dataclass

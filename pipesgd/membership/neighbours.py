@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from pipesgd.errors import UserInputError
 from pipesgd.membership.address import own_address
+from pipesgd.membership.sealed import forged
 from pipesgd.membership.store import MalformedValue, decode, present
 
 GREETING = struct.Struct("<8sI32s")
@@ -127,7 +128,8 @@ class Neighbours:
         values = present(store, [_key(rank) for rank in missing]) if missing else {}
         found = {rank: _decoded(values.get(_key(rank), b"")) for rank in missing}
         self._found = {rank: place for rank, place in found.items() if place is not None}
-        for rank in missing - self._found.keys():
+        unread = {rank for rank in missing if forged(store, [_key(rank)])}  # it will publish its address again
+        for rank in missing - self._found.keys() - unread:
             del self._wanted[rank]  # it will find this rank
 
     def wait(self, seconds: float) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-from pipesgd.errors import DeadlineExceeded, named
+from pipesgd.errors import DeadlineExceeded, UserInputError, named
+from pipesgd.membership.sealed import is_of_another_secret, part
 from pipesgd.membership.store import BoundedStore, decode_text, poll
 from pipesgd.membership.watcher import FAILURE, report_key
 
 _PROCESS = uuid.uuid4().hex
 """Name of this process, with which all names that it chooses begin."""
+
+FORGED_SECONDS = 1.5
+"""Seconds for which a rank's name may be a forged one, which that rank writes again, before the start fails."""
 
 
 def open_session(
@@ -27,6 +32,10 @@ def open_session(
     The other ranks may not know yet that a process is dead, and its successor would wait for them in vain: so it first
     reports its predecessor's end to the session that this was in.
     Errors name each rank by its ``number``.
+
+    Raises:
+        UserInputError: another rank has another secret, or none where this one has one.
+        DeadlineExceeded: a rank has not come in time.
     """
     calls = BoundedStore(store, lambda: timeout)
     me = _PROCESS + uuid.uuid4().hex
@@ -36,17 +45,25 @@ def open_session(
         calls.set(f"answer to {me}", me)
         calls.set(f"{me}/joined by 0", "")
     else:
-        if not poll(lambda: calls.check([f"answer to {me}"]), timeout):
+        check_secret = _secret_check(calls, number)
+
+        def is_answered() -> bool:
+            check_secret([0])
+            return calls.check([f"answer to {me}"])
+
+        if not poll(is_answered, timeout):
             reason = f"no answer within {timeout:g} s"
             raise DeadlineExceeded(rank=number(rank), peer=number(0), operation="start", reason=reason)
         session = decode_text(calls.get([f"answer to {me}"])[0])
         calls.set(f"{session}/joined by {rank}", "")
-        return dist.PrefixStore(session, store)
+        return part(store, session)
 
     missing = list(range(1, world_size))
+    check_secret = _secret_check(calls, number)
 
     def answer() -> bool:
         missing[:] = [other for other in missing if not calls.check([f"{me}/joined by {other}"])]
+        check_secret(missing)
         for other in missing:
             if calls.check([f"name of rank {other}"]):
                 name = decode_text(calls.get([f"name of rank {other}"])[0])
@@ -56,7 +73,25 @@ def open_session(
     if not poll(answer, timeout):
         reason = f"no message within {timeout:g} s from {named([number(other) for other in missing])}"
         raise DeadlineExceeded(rank=number(rank), peer=number(missing[0]), operation="start", reason=reason)
-    return dist.PrefixStore(me, store)
+    return part(store, me)
+
+
+def _secret_check(calls: BoundedStore, number: Callable[[int], int]) -> Callable[[list[int]], None]:
+    """Return a function that is to be called with the ranks that are waited for, while they are."""
+    since: dict[int, float] = {}
+
+    def check(others: list[int]) -> None:
+        now = time.monotonic()
+        for other in others:
+            if not calls.run(lambda store, key=f"name of rank {other}": is_of_another_secret(store, key)):  # type: ignore[misc]
+                since.pop(other, None)
+            elif now >= since.setdefault(other, now) + FORGED_SECONDS:
+                raise UserInputError(
+                    "secret-file must be the same on all ranks, or be given on none; got a name of rank "
+                    f"{number(other)} in the store that has another secret's seal, or is forged"
+                )
+
+    return check
 
 
 def _report_predecessor(calls: BoundedStore, rank: int, number: int) -> None:

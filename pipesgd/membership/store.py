@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pipesgd.membership.listening import listener_at
 from pipesgd.membership.lookups import SLOW_ANSWER_SECONDS, suspect_lookups
+from pipesgd.membership.sealed import Sealed, stored
 from pipesgd.process import at_port
 
 T = TypeVar("T")
@@ -143,15 +144,14 @@ def address(store: dist.Store) -> str:
 
 def _server(store: dist.Store) -> dist.TCPStore | None:
     """Return the client of a server that is below ``store``; None if there is no server."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, dist.PrefixStore | Sealed):
         store = store.underlying_store
     return store if isinstance(store, dist.TCPStore) else None
 
 
 def present(store: dist.Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """Return the values of those of ``keys`` that are in the store; torch waits for a key that is not."""
-    found = list(keys) if store.check(list(keys)) else [key for key in keys if store.check([key])]
-    return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
+    """Return the values of those of ``keys`` that are in the store, and valid if it is sealed."""
+    return store.present(keys) if isinstance(store, Sealed) else stored(store, keys)
 
 
 def decode(value: bytes) -> Any:

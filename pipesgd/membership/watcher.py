@@ -24,6 +24,7 @@ from pipesgd.membership.heartbeat import (
     no_word_from,
 )
 from pipesgd.membership.neighbours import Neighbours
+from pipesgd.membership.sealed import forged
 from pipesgd.membership.store import BoundedStore, MalformedValue, StoreSilent, decode, decode_text, poll, present
 
 FAILURE = "a failure"
@@ -207,14 +208,19 @@ class Watcher:
         for rank in self.neighbours.ended:
             report_ended(store, rank, self._number(rank))
         if self._rank == 0:
-            beats = present(store, [f"beat/{rank}" for rank in range(self._world_size)])
+            keys = [f"beat/{rank}" for rank in range(self._world_size)]
+            beats = present(store, keys)
             now = time.monotonic()
-            for rank in range(self._world_size):
-                self._liveness.observe(rank, Beat.decode(beats.get(f"beat/{rank}", b"")), now)
+            for rank, key in enumerate(keys):
+                self._liveness.observe(rank, Beat.decode(beats.get(key, b"")), now)
+            for key in forged(store, keys):
+                self._liveness.overlook(keys.index(key), now)
             store.set("news", self._liveness.news(beat.count, now).encode())
         else:
             news = present(store, ["news"])
             self._liveness.observe_news(News.decode(news.get("news", b"")), time.monotonic())
+            if forged(store, ["news"]):
+                self._liveness.overlook(0, time.monotonic())
         if not store.check([FAILURE]):
             self._say_farewell(store)  # torchrun's SIGTERM after a failure begins none
             return None

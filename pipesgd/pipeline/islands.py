@@ -93,7 +93,7 @@ class Island:
 
     def join(self, between: Ranks) -> None:
         """Find the other members. All ranks call this together, as they do all that follows."""
-        self._ranks = among(self._numbers, between.standing)
+        self._ranks = among(self._numbers, between.standing, between.secret)
         self.members = [self._ranks]
 
     def connect(self) -> None:

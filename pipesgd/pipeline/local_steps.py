@@ -57,7 +57,6 @@ from pipesgd.pipeline.window import Window
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.rules import GRADIENTS, OUTER, PARTS, WINDOWS, check_rules, options_of_sections
 from pipesgd.sections import (
-    DEFAULT_TIMEOUT,
     Updates,
     Windows,
     Wire,
@@ -226,7 +225,7 @@ class LocalSteps(OnPipeline):
                 "b.weight = a.weight); got some that do"
             )
         self._averages = guest("average state")(optimizer, self._inner.parameters) if windows.average_state else None
-        ranks = given_ranks(ranks, process_group, DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout)
+        ranks = given_ranks(ranks, process_group, wire)
         elastic = guest("elastic")(windows.moving_rate, ranks.world_size) if outer == "elastic" else None
         lr = windows.outer_lr if elastic is None else elastic.lr
         self._outer = outer_optimizer(self._inner.parameters, outer, lr, windows.outer_momentum, width=width)

@@ -38,7 +38,7 @@ from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.make import check_reducer
 from pipesgd.replicas import check_same_weights, combine_buffers, share_rank_0s_values
 from pipesgd.rules import CODEC, check_rules, options_of_sections
-from pipesgd.sections import DEFAULT_TIMEOUT, Updates, Wire, check_width
+from pipesgd.sections import Updates, Wire, check_width
 from pipesgd.strategy import Span, StepReport
 
 
@@ -137,7 +137,7 @@ class Pipeline:
             **plain(options.settings()),
         }
         between = self.island.between if self.island else process_group
-        own = given_ranks(ranks, between, DEFAULT_TIMEOUT if wire.timeout is None else wire.timeout)
+        own = given_ranks(ranks, between, wire)
         if self.island is not None:
             self.island.join(own)
         all_ranks = [own, *([] if self.island is None else self.island.members)]

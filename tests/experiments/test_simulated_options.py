@@ -66,7 +66,8 @@ REFUSED = {
     "staleness-bound": "1 --strategy ps-async",
     "density": "0.5 --codec topk", "density-warmup": "3 --codec topk", "momentum-correction": "0.5 --codec topk",
     "cluster": "cluster.toml", "output": "runs/other", "resume": "",
-    "overwrite": "", "dry-run": "", "device": "cuda", "timeout": "3", "stall-seconds": "3", "farewell-seconds": "3",
+    "overwrite": "", "dry-run": "", "device": "cuda", "secret-file": "job.key",
+    "timeout": "3", "stall-seconds": "3", "farewell-seconds": "3",
     "on-nonfinite": "skip", "check-replicas": "3", "checkpoint-seconds": "3", "checkpoint-iterations": "3",
     "keep-checkpoints": "5", "trace": "", "log-messages": "", "recorder": "os:getcwd",
 }  # fmt: skip

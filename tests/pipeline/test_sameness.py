@@ -19,8 +19,8 @@ from pipesgd.pipeline.sameness import plain
 from pipesgd.ranks import Ranks
 from pipesgd.sections import Updates, Wire
 
-NOT_COMPARED = {"model", "optimizer", "timeout", "ranks", "process_group", "mesh"}
-"""``timeout``, which may differ, and objects of each rank; other tests have model and optimizer."""
+NOT_COMPARED = {"model", "optimizer", "timeout", "secret_file", "ranks", "process_group", "mesh"}
+"""``timeout`` and ``secret_file``, which may differ, and objects of each rank; other tests have model and optimizer."""
 PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     "codec": (({"codec": "bf16"}, {"codec": "fp16"}), "codec must be the same on all ranks; got 'bf16' on rank 0"),
     "codec option": (
