@@ -107,10 +107,9 @@ def test_only_a_kill_after_which_the_others_end_by_themselves_is_a_hit(
         return pid
 
     monkeypatch.setattr(forked_ranks, "_fork", fork)
-    monkeypatch.setattr(forked_ranks, "DEADLINE_SECONDS", 2.0)
     kill = Kill(phase=TRAINING, rank=0, call=0, seconds=0.0, all_ranks=all_ranks)
     try:
-        assert forked_ranks.run("", 2, tmp_path, [kill]) == hits
+        assert forked_ranks.run("", 2, tmp_path, [kill], deadline=2.0) == hits
     finally:
         for end in pipe:
             os.close(end)

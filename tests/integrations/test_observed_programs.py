@@ -38,7 +38,7 @@ WITHOUT = {
         ("    pipeline.close()\n", ""),
     ),
 }
-"""What of each example goes, and what takes its place."""
+"""Parts of each example that go, and what takes their places."""
 
 
 @pytest.mark.parametrize("name", list(WITHOUT))
