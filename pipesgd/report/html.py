@@ -120,6 +120,8 @@ def page(title: str, *sections: Child) -> Html:
 
 
 def _text(value: Child) -> str:
+    """Return ``value`` as text that UTF-8 can write: bytes of other names of files are shown as escapes."""
     if value is None:
         return ""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text.encode(errors="backslashreplace").decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -322,6 +323,12 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
 
 def test_texts_and_attributes_are_escaped_unless_they_are_html() -> None:
     assert tag("p", "<b>", tag("b", 1), title='"') == '<p title="&quot;">&lt;b&gt;<b>1</b></p>'
+
+
+def test_a_folder_whose_name_is_no_utf8_has_a_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / os.fsdecode(b"d\xe4ta"), [line(0)], output=os.fsdecode(b"d\xe4ta"))
+    assert commands.report(["report", str(folder)], program="pipesgd") == 0
+    assert f"{tmp_path}/d\\udce4ta" in read(folder).texts
 
 
 def test_a_page_loads_nothing(tmp_path: Path) -> None:
