@@ -20,7 +20,7 @@ BIN := "$(VENV)/bin"
 SOURCES := $(shell find pipesgd timing_model -type f -not -name '*.pyc')
 
 .PHONY: train test check test-systems test-processes test-exhaustive test-all lint test-integrations test-torch \
-	figures quotes docs experiments clean
+	figures notebooks open-notebooks quotes docs experiments clean
 .NOTPARALLEL:
 
 train: $(STAMPS)/train.stamp $(STAMPS)/wheel.stamp
@@ -77,6 +77,15 @@ test-torch:
 # Every figure, from the results that are there: nothing is measured.
 figures: $(STAMPS)/test.stamp
 	PYTHONPATH=. $(BIN)/python -m experiments.gallery
+
+# The notebooks, run and stored with what they show.
+notebooks: $(STAMPS)/test.stamp
+	PYTHONPATH=. $(BIN)/python -m experiments.notebooks
+
+# The notebooks in a browser.
+open-notebooks: $(STAMPS)/train.stamp $(STAMPS)/wheel.stamp
+	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[notebooks]"
+	$(BIN)/jupyter lab notebooks
 
 # What README and documentation quote of results and code, written into them again.
 quotes: $(STAMPS)/test.stamp

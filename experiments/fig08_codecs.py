@@ -37,6 +37,8 @@ BY_BITS, BY_ERROR, BY_RANKS, BY_TIME, BY_ACCURACY = "bits", "error", "ranks", "t
 LINEAR_POINTS = 0.5
 """Points of accuracy up to which the axis is linear; beyond them it is logarithmic."""
 MANY_BITS, IN_MEMORY = 4, "in memory"
+ABOVE = {"truncate16": 3, "int8": -3}
+"""Points by which the names of lines that end close together are moved up."""
 HOLLOW: dict[str, Any] = {"fillstyle": "none"}
 """Style of hollow markers."""
 
@@ -154,7 +156,8 @@ def _plot_ranks(rows: list[Row], axes: Axes) -> None:
         axes.plot(
             [row["x"] for row in own], [row["y"] for row in own], color=style.CODECS[name], marker="o", label=name
         )
-        axes.annotate(name, (own[-1]["x"], own[-1]["y"]), (6, 0), textcoords="offset points", va="center")
+        end, above = (own[-1]["x"], own[-1]["y"]), ABOVE.get(name, 0)
+        axes.annotate(name, end, (6, above), textcoords="offset points", va="center")
     axes.set(title="error of the sum", xlabel="ranks p", ylabel="root mean square error, relative", yscale="log")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")

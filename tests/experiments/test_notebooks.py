@@ -1,67 +1,87 @@
-"""The notebooks run from the first cell to the last, hold no logic, and are stored without output."""
+"""The notebooks are stored with what they show, which is what they show when they run, and hold no logic."""
 
 from __future__ import annotations
 
 import ast
+import base64
+import copy
+import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from PIL import Image, ImageOps
 
-from experiments.results import REPOSITORY
+from experiments import notebooks, paper
 
 pytestmark = pytest.mark.slow
 
-NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = {
+    "1_the_method": 5,
+    "2_the_timing_model": 6,
+    "3_convergence": 4,
+    "4_compression": 3,
+    "5_plan_your_own_job": 1,
+}
+"""Notebooks, and the pictures that each shows."""
+MOST_BYTES = 300_000
 LOGIC = (ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.If, ast.For, ast.While, ast.Try, ast.ListComp, ast.DictComp)
-
-
-def code_cells(notebook: Any) -> list[Any]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+of_every_notebook = pytest.mark.parametrize("path", notebooks.paths(), ids=lambda path: path.stem)
 
 
 def test_there_is_one_for_every_theme() -> None:
-    assert [path.stem for path in NOTEBOOKS] == [
-        "1_the_method",
-        "2_the_timing_model",
-        "3_convergence",
-        "4_compression",
-        "5_plan_your_own_job",
-    ]
+    assert [path.stem for path in notebooks.paths()] == list(NOTEBOOKS)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_stored_without_output_and_holds_no_logic(path: Path) -> None:
+@of_every_notebook
+def test_it_is_stored_with_its_pictures_is_small_and_holds_no_logic(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    for cell in code_cells(notebook):
-        assert cell.outputs == []
-        assert cell.execution_count is None
+    assert path.stat().st_size < MOST_BYTES
+    assert len(notebooks.pictures(notebook)) == NOTEBOOKS[path.stem]
+    for number, cell in enumerate(notebooks.code_cells(notebook), start=1):
+        assert cell.execution_count == number
         source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
         assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, LOGIC)]
 
 
+@of_every_notebook
+def test_it_begins_with_the_table_next_to_the_paper(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    table = paper.compared(path.stem[2:].replace("_", " "))
+    assert table.startswith("| the paper's figure | the paper's value | ours | substituted | agrees? |")
+    assert paper.NOT_AT_HAND in table
+    assert notebooks.texts(notebook)[0] == table
+
+
 @pytest.fixture(scope="module")
-def kernel() -> Iterator[Any]:
-    """Start a kernel for all notebooks, which imports torch once."""
-    client = NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3")
-    with client.setup_kernel(cwd=NOTEBOOKS[0].parent):
-        yield client.km
+def kernel() -> Iterator[NotebookClient]:
+    with notebooks.kernel() as client:
+        yield client
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by Jupyter's own packages
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path: Path, kernel: Any) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))  # forgets the names of the notebook before
-    client = NotebookClient(notebook, km=kernel, timeout=120)
-    client.execute()
-    client.kc.stop_channels()
-    for cell in code_cells(notebook):
+@of_every_notebook
+def test_what_is_stored_is_what_a_run_shows(path: Path, kernel: NotebookClient) -> None:
+    """After a change of the results, `make notebooks` stores them again."""
+    stored, now = nbformat.read(path, as_version=4), notebooks.run(path, kernel)
+    assert notebooks.texts(now) == notebooks.texts(stored)
+    assert notebooks.same(now, stored)
+    for cell in notebooks.code_cells(now):
         assert not [output.text for output in cell.outputs if output.get("name") == "stderr"]
-    shown = [kind for cell in code_cells(notebook) for output in cell.outputs for kind in output.get("data", {})]
-    printed = [output for cell in code_cells(notebook) for output in cell.outputs if output.output_type == "stream"]
-    assert "image/png" in shown or (path.stem == "5_plan_your_own_job" and printed)
+
+
+def test_another_text_or_picture_is_noticed() -> None:
+    notebook = nbformat.read(notebooks.paths()[0], as_version=4)
+    assert notebooks.same(notebook, copy.deepcopy(notebook))
+    other_text, other_picture = copy.deepcopy(notebook), copy.deepcopy(notebook)
+    notebooks.code_cells(other_text)[0].outputs[0].data["text/markdown"] += "."
+    assert not notebooks.same(notebook, other_text)
+    data = notebooks.code_cells(other_picture)[-1].outputs[0].data
+    picture = Image.open(io.BytesIO(base64.b64decode(data[notebooks.PICTURE]))).convert("RGB")
+    file = io.BytesIO()
+    ImageOps.mirror(picture).save(file, "png")
+    data[notebooks.PICTURE] = base64.b64encode(file.getvalue()).decode()
+    assert not notebooks.same(notebook, other_picture)
