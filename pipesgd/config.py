@@ -367,6 +367,7 @@ class TrainConfig:
         """Return a short description of what is done with the gradients."""
         if self.pipeline.strategy == "pipelined":
             connections = f" on {self.wire.connections} connections each" if self.wire.connections > 1 else ""
+            connections += "" if self.wire.transport == "gloo" else f" over {self.wire.transport}"
             connections += "" if self.wire.rate_limit is None else f", at most {self.wire.rate_limit} each"
             if self.wire.cut != WHOLE:
                 connections += f", buckets {self.wire.buckets}"
@@ -429,7 +430,7 @@ what to resume from, and only rank 0's cluster counts."""
 
 FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
-    "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace", "recorder",
+    "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace", "recorder", "transport",
 }  # fmt: skip
 """Options that may change when a run is resumed, since no weight depends on them; but where samples that are
 read by iteration draw random numbers, weights depend on --loader-workers, and such a run is not promised the same bits.

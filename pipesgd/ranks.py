@@ -114,6 +114,7 @@ class Ranks:
     """Client of the store for reports while there is a watcher, whose own client must not be given up with them."""
     _listeners: list[Callable[[RunError], None]] = field(default_factory=list, init=False, repr=False)
     _failure: RunError | None = field(default=None, init=False, repr=False)
+    _goodbyes: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.job_size = self.job_size or self.world_size
@@ -194,6 +195,7 @@ class Ranks:
                 on_failure=job._tell_listeners,
                 on_stall=say,
                 number=job.number,
+                beats_directly=job.secret is not None,
             )
 
         def stop() -> None:
@@ -220,8 +222,16 @@ class Ranks:
 
     def say_goodbye(self) -> None:
         """Tell the other ranks that the end of this process, which may come now, is no loss."""
+        for goodbye in list(self._job._goodbyes):
+            goodbye()
         if self._job._watcher is not None:
             self._job._watcher.neighbours.say_goodbye()
+
+    def at_goodbye(self, goodbye: Callable[[], None]) -> Callable[[], None]:
+        """Let ``say_goodbye`` call this, too, until the function that is returned is called."""
+        goodbyes = self._job._goodbyes
+        goodbyes.append(goodbye)
+        return lambda: goodbyes.remove(goodbye)
 
     def all_gather_object(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
         """Return every rank's ``value`` (anything JSON can write), in rank order. Collective.

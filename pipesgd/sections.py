@@ -45,6 +45,9 @@ MAX_WIDTH = 64
 
 MAX_CONNECTIONS = 16
 
+TRANSPORTS = ("gloo", "tcp", "tls")
+"""Kinds of connections between the ranks."""
+
 LEAST_RATE = 1e6 / 8
 """Smallest rate limit in bytes a second: at a lower one, messages would be mostly the headers of their packets."""
 
@@ -67,6 +70,10 @@ class Wire:
     """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
     connections: int = option(1, at_least=1, read_by=PIPELINED)
     """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
+    transport: str = option("gloo", choices=TRANSPORTS, read_by=PIPELINED)
+    """Transport of gradients: gloo; tcp, connections of pipesgd's own (Linux), whose waits end at once when a rank is
+    lost; or tls, the same with TLS 1.3, which needs a --secret-file with a certificate (pipesgd keys new --tls).
+    With tcp and tls there is one connection to each rank, and not --all-reduce native, which is torch's own."""
     rate_limit: str | None = option(None, read_by=PIPELINED)
     """Most that each rank sends in a second, as 50mbit or 6.25MB/s, so that others can use its line, too; no limit by
     default. It counts the messages of all-reduces, without the headers of packets (about 5 %)."""
@@ -102,6 +109,16 @@ class Wire:
             )
         check_timeout(self.timeout)
         _ = self.rate, self.cut  # refused here, if there is no such rate or cut
+        if self.transport != "gloo":
+            if name == "native":
+                raise UserInputError(
+                    f"transport must be left out with --all-reduce native, torch's own; got {self.transport!r}"
+                )
+            if self.connections > 1:
+                raise UserInputError(
+                    f"connections must be left out with --transport {self.transport}, which has one to each rank; "
+                    f"got {self.connections}"
+                )
         if name != "native":
             return
         if (self.connections, self.segment_bytes) != (1, SEGMENT_BYTES):

@@ -11,7 +11,7 @@ from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.all_reduce import MOST_PLANS, AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
 from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
-from pipesgd.comm.transport import TorchLinks, Transport
+from pipesgd.comm.transport import Links, TorchLinks, Transport
 from pipesgd.errors import CommunicationError, OutOfStepError, UserInputError
 from pipesgd.ranks import Ranks
 from timing_model.schedules import SEGMENT_BYTES, Algorithm, Schedule, gather_ring
@@ -30,6 +30,7 @@ class Connections:
         timeout: seconds that a rank waits for another one, in any one message or native all-reduce.
         segment_bytes: largest message in bytes.
         connections: connections to each rank, used in turn by segments.
+        transport: kind of the connections, one of ``sections.TRANSPORTS``.
         rate_limit: most bytes of messages that this rank sends in a second, with ``headers``, but without those of
             packets (``pace.TokenBucket``). A message then takes at most ``pace.PACED_SECONDS``, and an all-reduce is
             ``paced``.
@@ -50,6 +51,7 @@ class Connections:
         timeout: float,
         segment_bytes: int = SEGMENT_BYTES,
         connections: int = 1,
+        transport: str = "gloo",
         rate_limit: float = math.inf,
         device: str = "cpu",
         buckets: int = 1,
@@ -76,9 +78,21 @@ class Connections:
             self._schedule = agreed_schedule(all_reduce, ranks, on_each_node)
         if not is_outside:  # nor must gloo wait for an address that cannot be reached
             ranks.addresses()
-        backend = None if all_reduce == "native" else "gloo"
-        on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host
-        self._links = TorchLinks(ranks, timeout, connections, backend=backend, on_host=on_host)
+        self._links: Links
+        if transport == "gloo":
+            backend = None if all_reduce == "native" else "gloo"
+            on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host
+            self._links = torch_links = TorchLinks(ranks, timeout, connections, backend=backend, on_host=on_host)
+            self._groups = torch_links.groups
+        else:
+            from pipesgd.comm.tcp import TcpLinks
+
+            wrap = None
+            if transport == "tls":
+                from pipesgd.comm.tls import tls
+
+                wrap = tls(ranks.secret)
+            self._links = TcpLinks(ranks, timeout, wrap)
         if is_outside:
             return
         self.control: Transport = self._links.control(pace)
@@ -140,6 +154,10 @@ class Connections:
         self.check()
         self._links.wait_for_all()
 
+    def abort(self, error: BaseException) -> None:
+        """End every wait because of ``error``, as far as the transport can; any thread may call this."""
+        self._links.abort(error)
+
     def close(self) -> None:
         """End the connections; the collectives cannot be used any more."""
         self._links.close()
@@ -155,7 +173,7 @@ class Connections:
             from pipesgd.comm.native import NativeAllReduce
 
             return NativeAllReduce(
-                self._links.groups, self.ranks.rank, self.ranks.world_size, self._timeout, codec.name, self.check
+                self._groups, self.ranks.rank, self.ranks.world_size, self._timeout, codec.name, self.check
             )
         return self._scheduled(self._schedule, codec)
 

@@ -81,6 +81,9 @@ class Links(Protocol):
             CommunicationError: a rank was lost, or silent for longer than the deadline.
         """
 
+    def abort(self, error: BaseException) -> None:
+        """End every wait of this rank because of ``error``, as far as the transport can; any thread may call this."""
+
     def close(self) -> None:
         """End the connections; the transports cannot be used any more."""
 
@@ -227,6 +230,9 @@ class TorchLinks:
             group.barrier().wait(timedelta(seconds=self._timeout))
         except RuntimeError as failure:
             raise lost(failure, group.rank(), None, "last meeting of all ranks", self._timeout) from failure
+
+    def abort(self, error: BaseException) -> None:
+        """Do nothing: gloo's waits end at their deadline."""
 
     def close(self) -> None:
         for group in {*self.groups, *self._control}:

@@ -122,7 +122,7 @@ class Liveness:
             self._heard[rank] = now
 
     def overlook(self, rank: int, now: float) -> None:
-        """Count no silence of ``rank`` up to now, since somebody else has overwritten its heartbeat."""
+        """Count no silence of ``rank`` up to ``now``: it was heard elsewhere, or its heartbeat was overwritten."""
         self._heard[rank] = max(self._heard[rank], now)
 
     def observe_news(self, news: News | None, now: float) -> None:

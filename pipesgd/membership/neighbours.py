@@ -6,7 +6,6 @@ import contextlib
 import hmac
 import json
 import math
-import os
 import secrets
 import select
 import socket
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from pipesgd.errors import UserInputError
 from pipesgd.membership.address import own_address
 from pipesgd.membership.sealed import forged
+from pipesgd.membership.sockets import close, numeric, opened
 from pipesgd.membership.store import MalformedValue, decode, present
 
 GREETING = struct.Struct("<8sI32s")
@@ -28,6 +28,9 @@ GREETING = struct.Struct("<8sI32s")
 MAGIC = b"pipesgd\1"
 GOODBYE = b"\1"
 """Byte from a rank that ends by itself: its end is no loss, and if it has failed, the reason is in the store."""
+
+BEAT = b"\2"
+"""Byte that says that a rank's watcher runs."""
 
 CONNECT_SECONDS = 30.0
 """Seconds within which both ends of a connection must greet each other."""
@@ -37,21 +40,6 @@ MOST_STRANGERS = 64
 """Number of accepted connections without a greeting, in addition to one from each rank; the oldest makes room."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 30, "TCP_KEEPCNT": 127}
 """Packets that keep routers from forgetting an idle connection; a link may be cut for an hour."""
-
-_forks = threading.Lock()
-"""Held while a socket is made or closed, and while this process forks."""
-_open = set[socket.socket]()
-"""Sockets that a forked child closes: else its life would hide the end of this process from the other ranks."""
-
-
-def _close_in_child() -> None:
-    for one in _open:
-        one.close()
-    _open.clear()
-    _forks.release()
-
-
-os.register_at_fork(before=_forks.acquire, after_in_parent=_forks.release, after_in_child=_close_in_child)
 
 
 @dataclass(eq=False)
@@ -77,9 +65,9 @@ class _Link:
 class Neighbours:
     """Connections of this rank to all others, by which it notices within milliseconds that a process has ended.
 
-    Nothing is sent while all is well. The kernel closes a process's connections when that ends, whatever it was doing;
-    a rank that ends by itself says goodbye before. That a machine is gone or a process is stopped, no kernel tells:
-    heartbeats do. The watcher's thread uses these methods, which a transport with connections of its own can offer:
+    Nothing is sent while all is well, but with a secret, where ``beat`` is called. The kernel closes a process's
+    connections when that ends, whatever it was doing; a rank that ends by itself says goodbye before. That a machine is
+    gone or a process is stopped, no kernel tells: heartbeats do. The watcher's thread uses these methods:
 
     1. ``meet`` puts this rank's address into the store and looks for the others'. Of two ranks, the one that comes
        later finds the other, so one look is enough.
@@ -93,6 +81,8 @@ class Neighbours:
     def __init__(self, rank: int, world_size: int, say: Callable[[str], None], number: Callable[[int], int] = int):
         self.ended = frozenset[int]()
         """Ranks whose processes have ended without a goodbye."""
+        self.heard: dict[int, float] = {}
+        """Times at which ``beat`` of another rank was heard last."""
         self._rank = rank
         self._world_size = world_size
         self._say = say
@@ -101,7 +91,7 @@ class Neighbours:
         """Value that only those know who have read this rank's address in the store."""
         self._links: list[_Link] = []
         self._has_left = False
-        self._wake, self._woken = _opened(socket.socketpair)
+        self._wake, self._woken = opened(socket.socketpair)
         self._address: str | None = None
         self._listener: socket.socket | None = None
         self._published = False
@@ -165,6 +155,12 @@ class Neighbours:
         with contextlib.suppress(OSError):
             self._wake.send(b"\1")
 
+    def beat(self) -> None:
+        """Tell the other ranks that this one's watcher runs, which somebody may hide from them in the store."""
+        for link in self._links:
+            if link.is_up:
+                _send(link, BEAT)
+
     def say_goodbye(self) -> None:
         """Tell the other ranks that the end of this process, which may come now, is no loss. Any thread may call it."""
         self._has_left = True
@@ -177,7 +173,7 @@ class Neighbours:
         self.say_goodbye()
         for one in (*(link.sock for link in self._links), self._listener, self._wake, self._woken):
             if one is not None:
-                _close(one)
+                close(one)
         self._links, self._listener = [], None
 
     # ---- connecting ----
@@ -189,8 +185,8 @@ class Neighbours:
 
     def _listen(self, address: str) -> None:
         try:
-            family, _, _, _, place = _numeric(address.partition(" ")[0], 0)
-            (listener,) = _opened(lambda: (socket.socket(family, socket.SOCK_STREAM),))
+            family, place = numeric(address.partition(" ")[0], 0)
+            (listener,) = opened(lambda: (socket.socket(family, socket.SOCK_STREAM),))
             listener.bind(place)
             listener.listen(1024)
             listener.setblocking(False)
@@ -206,8 +202,8 @@ class Neighbours:
         """Begin to connect to ``rank``."""
         host, port, token = place
         try:
-            family, _, _, _, address = _numeric(host, port)
-            (sock,) = _opened(lambda: (socket.socket(family, socket.SOCK_STREAM),))
+            family, address = numeric(host, port)
+            (sock,) = opened(lambda: (socket.socket(family, socket.SOCK_STREAM),))
         except OSError as problem:
             self._failed(rank, f"{host}: {problem.strerror or problem}")
             return
@@ -230,7 +226,7 @@ class Neighbours:
         if len(strangers) >= MOST_STRANGERS + self._world_size:
             self._drop(strangers[0])
         try:
-            (sock,) = _opened(lambda: (listener.accept()[0],))
+            (sock,) = opened(lambda: (listener.accept()[0],))
         except OSError:
             return False
         sock.setblocking(False)
@@ -244,7 +240,7 @@ class Neighbours:
     def _drop(self, link: _Link, problem: str = "") -> None:
         """Close a connection that does not tell of the end of a process."""
         self._links.remove(link)
-        _close(link.sock)
+        close(link.sock)
         if link.rank is not None:
             self._failed(link.rank, problem)
 
@@ -278,10 +274,12 @@ class Neighbours:
             self._drop(link, problem.strerror or str(problem))
             return
         if link.is_up and got:
-            link.has_left = True
+            link.has_left = link.has_left or GOODBYE in got
+            if BEAT in got and link.rank is not None:
+                self.heard[link.rank] = time.monotonic()
         elif link.is_up:
             self._links.remove(link)
-            _close(link.sock)
+            close(link.sock)
             if not link.has_left and link.rank is not None:
                 self.ended |= {link.rank}
         elif not got:
@@ -330,25 +328,6 @@ def _decoded(value: bytes) -> tuple[str, int, bytes] | None:
 
 def _proof(token: bytes, what: str, sender: int, receiver: int) -> bytes:
     return hmac.digest(token, f"{what} {sender} {receiver}".encode(), "sha256")
-
-
-def _numeric(host: str, port: int) -> tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, int]]:
-    """Return what a socket needs for an address in numbers, without asking a name server."""
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]  # type: ignore[return-value]
-
-
-def _opened(make: Callable[[], tuple[socket.socket, ...]]) -> tuple[socket.socket, ...]:
-    """Return new sockets, which no child process will hold."""
-    with _forks:
-        made = make()
-        _open.update(made)
-    return made
-
-
-def _close(one: socket.socket) -> None:
-    with _forks:
-        _open.discard(one)
-        one.close()
 
 
 def _send(link: _Link, data: bytes) -> None:

@@ -20,6 +20,7 @@ VARIABLE = "PIPESGD_SECRET_FILE"
 """Variable that names the file where no option does."""
 
 HOW_TO_MAKE = "pipesgd keys new job.key"
+HOW_TO_MAKE_TLS = "pipesgd keys new --tls job.key"
 
 SECRET_BYTES = 32
 LARGEST_FILE = 1 << 16

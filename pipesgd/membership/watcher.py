@@ -92,7 +92,8 @@ class Watcher:
     thread. ``on_failure`` is called in it, once; the heartbeat continues afterwards. ``Liveness`` decides by heartbeats
     which ranks are lost; ``neighbours`` notices ends of processes at once.
     ``on_stall`` gets rank 0's line about a long wait. The thread needs its own client of the store. Messages name each
-    rank by its ``number``.
+    rank by its ``number``. With ``beats_directly`` ranks give signs of life on their connections, too, which nobody can
+    hide by writing older heartbeats to the store.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class Watcher:
         on_failure: Callable[[RunError], None],
         on_stall: Callable[[str], None],
         number: Callable[[int], int] = int,
+        beats_directly: bool = False,
     ):
         self.store = store
+        self._beats_directly = beats_directly
         self._rank = rank
         self._world_size = world_size
         self._standing = standing
@@ -221,6 +224,10 @@ class Watcher:
             self._liveness.observe_news(News.decode(news.get("news", b"")), time.monotonic())
             if forged(store, ["news"]):
                 self._liveness.overlook(0, time.monotonic())
+        if self._beats_directly:
+            self.neighbours.beat()
+            for rank, heard in self.neighbours.heard.items():
+                self._liveness.overlook(rank, heard)
         if not store.check([FAILURE]):
             self._say_farewell(store)  # torchrun's SIGTERM after a failure begins none
             return None

@@ -142,7 +142,7 @@ class Flight(Generic[Known]):
             UserInputError: the codec cannot be made.
         """
         atexit.register(self._ends.end_unclosed)
-        self._ends.stop_watching = self.ranks.watch(self.thread.fail)
+        self._ends.stop_watching = self.ranks.watch(self._ends.fail)
         if self._members is not None:
             self._ends.closing.append(self._members.close)
             self._members.connect()
@@ -167,11 +167,12 @@ class Flight(Generic[Known]):
             self.average(left_out, iteration)
         self.meet("regroup", iteration, self.connections.wait_for_all).result()
         self._ends.closing.remove(self.connections.close)
+        self._ends.aborting.remove(self.connections.abort)
         self.thread.submit(self.connections.close).result()
         if ranks is not self.ranks:
             self._ends.stop_watching()
             self.ranks = ranks
-            self._ends.stop_watching = ranks.watch(self.thread.fail)
+            self._ends.stop_watching = ranks.watch(self._ends.fail)
         self._connect()
         self._carry(dict(enumerate(on_device(list(left_out), self.device))))
 
@@ -183,11 +184,13 @@ class Flight(Generic[Known]):
             timeout=self.ranks.timeout if wire.timeout is None else wire.timeout,
             segment_bytes=wire.segment_bytes,
             connections=wire.connections,
+            transport=wire.transport,
             rate_limit=wire.rate,
             device=device,
             buckets=len(self.layout.buckets),
         )
         self._ends.closing.append(self.connections.close)
+        self._ends.aborting.append(self.connections.abort)
         self.exact = self.connections.all_reduce()
         self.reducer = make_reducer(self._codec, self.connections, device=device, seed=self._seed)
         self._undo = Undo() if self._skips else None
@@ -459,6 +462,10 @@ class Flight(Generic[Known]):
         if self._members is not None:
             self._members.wait_for_all()
 
+    def fail(self, error: BaseException) -> None:
+        """End all waits with ``error`` at once; any thread may call this."""
+        self._ends.fail(error)
+
     def drop(self) -> None:
         """Forget all gradients and their buffers."""
         self.in_flight.clear()
@@ -481,8 +488,16 @@ class _Ends:
         self.stop_watching: Callable[[], None] = lambda: None
         self.closing: list[Callable[[], None]] = []
         """Functions that end connections."""
+        self.aborting: list[Callable[[BaseException], None]] = []
+        """Functions that end waits of connections."""
         self._thread = thread
         self._unclosed = unclosed
+
+    def fail(self, error: BaseException) -> None:
+        """End all waits with ``error``, in the main thread and, if the transport can, in the communication thread."""
+        self._thread.fail(error)
+        for abort in list(self.aborting):
+            abort(error)
 
     def end(self, *, together: bool) -> None:
         """No longer fail when another rank does, and end the thread; see ``Flight.close``."""

@@ -247,7 +247,7 @@ class Pipeline:
 
     def fail(self, error: BaseException) -> None:
         """End every wait at once with ``error``, such as a failure of another rank. Thread-safe."""
-        self.flight.thread.fail(error)
+        self.flight.fail(error)
 
     # ---- A step
 

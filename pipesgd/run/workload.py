@@ -47,6 +47,10 @@ def check_exchange(config: TrainConfig, ranks: Ranks) -> None:
         agreed_schedule(config.wire.all_reduce, ranks)
     if config.wire.all_reduce == "hierarchical":
         ranks_per_node(ranks)
+    if config.wire.transport == "tls":
+        from pipesgd.comm.tls import tls
+
+        ranks.raise_together("certificate", lambda: tls(ranks.secret))
     if config.wire.rate_limit is not None:
         ranks.raise_together("blocks of the codec", functools.partial(_check_blocks, config))
 

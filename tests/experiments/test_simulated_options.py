@@ -60,7 +60,7 @@ UNSEEN = ("data-dir", "image-size", "guard")
 REFUSED = {
     "random-crop": "1", "mirror": "", "loader-workers": "0", "loss": "os:getcwd", "precision": "bf16",
     "loss-scale": "2 --precision fp16", "epochs": "1", "strategy": "local", "average-state": "--local-steps 2",
-    "buffers": "own", "all-reduce": "native", "segment-bytes": "100", "connections": "2",
+    "buffers": "own", "all-reduce": "native", "segment-bytes": "100", "connections": "2", "transport": "tcp",
     "rate-limit": "50mbit", "buckets": "2", "reduce": "rows", "ddp-hook": "fp16 --strategy ddp",
     "servers": "2 --strategy ps-sync", "server-placement": "dedicated --strategy ps-sync",
     "staleness-bound": "1 --strategy ps-async",

@@ -21,7 +21,7 @@ from _ranks import RankFailed, run_as_ranks, run_ranks
 from _waiting import wait_until
 
 from pipesgd.errors import RunError
-from pipesgd.membership import neighbours
+from pipesgd.membership import neighbours, sockets
 from pipesgd.membership.heartbeat import Standing
 from pipesgd.membership.neighbours import Neighbours
 from pipesgd.ranks import Ranks
@@ -250,7 +250,7 @@ class Attended:
         """Close the connections of ``rank`` as the kernel does when its process ends."""
         self.end(rank)
         for link in self.all[rank]._links:
-            neighbours._close(link.sock)
+            neighbours.close(link.sock)
         self.all[rank]._links.clear()
 
 
@@ -412,7 +412,7 @@ def test_a_forked_child_closes_its_copies_and_does_not_speak_for_its_parent(atte
     job = attended(2)
     job.begin(0, 1)
     job.wait_until_all_are_up(0, 1)
-    own = {f"socket:[{os.fstat(one.fileno()).st_ino}]" for one in neighbours._open}
+    own = {f"socket:[{os.fstat(one.fileno()).st_ino}]" for one in sockets._open}
     assert len(own) >= 8
     read, write = os.pipe()
     pid = os.fork()
@@ -420,7 +420,7 @@ def test_a_forked_child_closes_its_copies_and_does_not_speak_for_its_parent(atte
         held = _open_files()
         for one in job.all:
             one.say_goodbye()
-        os.write(write, f"{len(held & own)} {len(neighbours._open)}".encode())
+        os.write(write, f"{len(held & own)} {len(sockets._open)}".encode())
         os._exit(0)
     os.waitpid(pid, 0)
     assert os.read(read, 100) == b"0 0"

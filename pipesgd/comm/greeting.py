@@ -1,0 +1,338 @@
+"""Connections between ranks over TCP: one between any two, after each has proved to the other that it is a rank.
+
+Of two ranks the higher one connects to the lower one, which listens at the address that gloo would use. Each then sends
+
+    magic with version 8 | session 16 | rank 4 | nonce 32 | proof 32
+
+little-endian, the higher rank with an empty proof, which it sends on its own afterwards. A proof is an HMAC-SHA256 of
+the side, the session, both ranks and both nonces. Its key is made of the job's secret and of a random value that the
+listener has put into the store; without a secret it shows only that who connects has read the store.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from pipesgd.errors import CommunicationError, DeadlineExceeded, warn
+from pipesgd.membership.sockets import Place, close, numeric, opened, replace
+from pipesgd.process import at_port
+from pipesgd.ranks import Ranks
+
+HELLO = struct.Struct("<8s16sI32s32s")
+MAGIC = b"pgdwire\1"
+PROOF_BYTES = 32
+
+STRANGER_SECONDS = 5.0
+"""Seconds that who has connected may take for its greeting."""
+MOST_STRANGERS = 64
+"""Connections without a greeting that a rank has at a time, besides one from each rank; the oldest makes room."""
+AGAIN_SECONDS = 0.05
+"""Seconds until a rank connects again whose connection was closed: the listener may have had too many strangers."""
+
+Steps = Generator[int, None, int]
+"""A greeting that yields the events of ``poll`` that it waits for, and returns the rank at the other end."""
+Wrap = Callable[[socket.socket, bool], socket.socket]
+"""Function that puts TLS on a socket; the second argument is true on the side that has accepted it."""
+
+
+class _Refused(Exception):  # noqa: N818 (what happened)
+    """The other end has greeted as no rank of this job does; the text says what is wrong."""
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """A connection whose greeting is not done yet."""
+
+    sock: socket.socket
+    place: str
+    """Address at the other end."""
+    peer: int | None
+    """Rank that this one connects to; None if the other end has connected."""
+    until: float
+    steps: Steps = field(init=False)
+    events: int = 0
+    """Events that it waits for."""
+    is_known: bool = False
+    """True once the other end has shown that it has read the store."""
+
+
+def connect(ranks: Ranks, timeout: float, wrap: Wrap | None) -> dict[int, socket.socket]:
+    """Return a connection to every other rank, which does not block. Collective.
+
+    Raises:
+        DeadlineExceeded: a rank was not there within ``timeout`` seconds.
+        CommunicationError: a rank has another secret or certificate, or cannot be reached.
+    """
+    if ranks.world_size == 1:
+        return {}
+    meeting = _Meeting(ranks, time.monotonic() + timeout, wrap)
+    try:
+        return meeting.connections()
+    except CommunicationError as failure:
+        meeting.close(failed=True)
+        failure.name_ranks(ranks.number)
+        raise
+    finally:
+        meeting.close(failed=False)
+
+
+class _Meeting:
+    """The attempts of a rank to connect to all others, in one thread."""
+
+    def __init__(self, ranks: Ranks, end: float, wrap: Wrap | None):
+        self._ranks = ranks
+        self._seconds = end - time.monotonic()
+        self._end = end
+        self._wrap = wrap
+        self._found: dict[int, socket.socket] = {}
+        self._attempts: list[_Attempt] = []
+        self._again: dict[int, float] = dict.fromkeys(range(ranks.rank), 0.0)
+        """Ranks to connect to, and the times at which to do so."""
+        self._problem: dict[int, str] = {}
+        """Reason why the last attempt with a rank has failed."""
+        self._refused: list[str] = []
+        """Addresses that were refused, with the reason."""
+        host = ranks.addresses()[ranks.rank].partition(" ")[0]
+        try:
+            (self._listener,) = opened(lambda: (_listening(host),))
+        except OSError as problem:
+            reason = f"cannot listen at {host}: {_words(problem)}"
+            error = CommunicationError(rank=ranks.rank, peer=None, operation="connection", reason=reason)
+            error.name_ranks(ranks.number)
+            raise error from problem
+        port = self._listener.getsockname()[1]
+        published = [host, port, secrets.token_hex(32)]
+        everybody = ranks.all_gather_object("sockets", published)
+        self._places = [(str(one[0]), int(one[1])) for one in everybody]
+        tokens = [bytes.fromhex(str(one[2])) for one in everybody]
+        self._session = hashlib.sha256(b"".join(tokens)).digest()[:16]
+        secret = b"" if ranks.secret is None else ranks.secret.key("greetings")
+        self._keys = [hmac.digest(secret, token, hashlib.sha256) for token in tokens]
+        """Key of the proofs that a listener gives and takes, by its rank."""
+
+    def connections(self) -> dict[int, socket.socket]:
+        """Return the connections to all other ranks, once all are there."""
+        everybody = {*range(self._ranks.world_size)} - {self._ranks.rank}
+        while missing := sorted(everybody - self._found.keys()):
+            now = time.monotonic()
+            if now >= self._end:
+                self._give_up(missing[0])
+            for rank in [rank for rank, at in self._again.items() if at <= now]:
+                del self._again[rank]
+                self._connect(rank)
+            self._poll(min([self._end, *self._again.values(), *(one.until for one in self._attempts)]) - now)
+        if self._refused:
+            number = len(self._refused)
+            connections = "1 connection that was" if number == 1 else f"{number} connections that were"
+            warn(f"rank {self._own} has refused {connections} no rank's, first from {self._refused[0]}")
+        return self._found
+
+    def close(self, *, failed: bool) -> None:
+        """End what is not needed any more; if the meeting has ``failed``, its connections, too."""
+        for one in (self._listener, *(attempt.sock for attempt in self._attempts)):
+            close(one)
+        self._attempts = []
+        for sock in self._found.values() if failed else ():
+            close(sock)
+
+    @property
+    def _own(self) -> int:
+        return self._ranks.number(self._ranks.rank)
+
+    def _give_up(self, peer: int) -> None:
+        reason = f"no answer within {self._seconds:g} s"
+        if peer in self._problem:
+            reason += f" ({self._problem[peer]})"
+        if self._refused:
+            reason += f"; refused a connection from {self._refused[0]}"
+        raise DeadlineExceeded(rank=self._ranks.rank, peer=peer, operation="connection", reason=reason)
+
+    def _poll(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        attempts = {one.sock.fileno(): one for one in self._attempts}
+        for fd, one in attempts.items():
+            poll.register(fd, one.events)
+        for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 1):
+            if fd not in attempts:
+                self._accept()
+            elif attempts[fd] in self._attempts:  # else it has made room meanwhile
+                self._continue(attempts[fd])
+        now = time.monotonic()
+        for one in [one for one in self._attempts if now >= one.until]:
+            self._failed(one, f"no greeting within {STRANGER_SECONDS:g} s")
+
+    def _connect(self, rank: int) -> None:
+        family, place = numeric(*self._places[rank])
+        (sock,) = opened(lambda: (socket.socket(family, socket.SOCK_STREAM),))
+        sock.setblocking(False)
+        attempt = _Attempt(sock, at_port(*self._places[rank]), rank, self._end)
+        attempt.steps = self._call(attempt, place)
+        self._attempts.append(attempt)
+        self._continue(attempt)
+
+    def _accept(self) -> None:
+        try:
+            (sock,) = opened(lambda: (self._listener.accept()[0],))
+        except OSError:
+            return  # who connected has left, or too many files are open
+        try:
+            place = sock.getpeername()
+        except OSError:
+            close(sock)
+            return
+        strangers = [one for one in self._attempts if one.peer is None and not one.is_known]
+        if len(strangers) >= MOST_STRANGERS + self._ranks.world_size:
+            self._failed(strangers[0], "too many others connected")
+        sock.setblocking(False)
+        attempt = _Attempt(sock, at_port(*place[:2]), None, time.monotonic() + STRANGER_SECONDS)
+        attempt.steps = self._answer(attempt)
+        self._attempts.append(attempt)
+        self._continue(attempt)
+
+    def _continue(self, attempt: _Attempt) -> None:
+        """Do what can be done of a greeting now."""
+        try:
+            attempt.events = next(attempt.steps)
+        except StopIteration as done:
+            self._attempts.remove(attempt)
+            self._found[done.value] = attempt.sock
+        except _Refused as refusal:
+            self._failed(attempt, str(refusal), is_final=True)
+        except OSError as problem:
+            # Else the other end has closed the connection, which it does without a word if it has too many.
+            gone = ssl.SSLEOFError | ssl.SSLZeroReturnError
+            is_final = isinstance(problem, ssl.SSLError) and not isinstance(problem, gone)
+            self._failed(attempt, _words(problem), is_final=is_final)
+
+    def _failed(self, attempt: _Attempt, reason: str, *, is_final: bool = False) -> None:
+        self._attempts.remove(attempt)
+        close(attempt.sock)
+        if attempt.peer is None:
+            if "another" in reason and not any("another" in one for one in self._refused):  # it will say so, too
+                warn(f"rank {self._own} refuses a connection from {attempt.place}: {reason}")
+            self._refused.append(f"{attempt.place} ({reason})")
+            return
+        self._problem[attempt.peer] = reason
+        if is_final:
+            reason = f"{attempt.place}: {reason}"
+            raise CommunicationError(
+                rank=self._ranks.rank, peer=attempt.peer, operation="connection", reason=reason
+            ) from None
+        self._again[attempt.peer] = time.monotonic() + AGAIN_SECONDS
+
+    # ---- Greetings
+
+    def _call(self, attempt: _Attempt, place: Place) -> Steps:
+        """Connect to a lower rank and greet it."""
+        own, peer = self._ranks.rank, attempt.peer
+        assert peer is not None
+        number = attempt.sock.connect_ex(place)
+        if number == errno.EINPROGRESS:
+            yield select.POLLOUT
+            number = attempt.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            raise OSError(number, errno.errorcode.get(number, ""))
+        yield from self._secured(attempt, accepted=False)
+        nonce = secrets.token_bytes(32)
+        yield from _send(attempt.sock, HELLO.pack(MAGIC, self._session, own, nonce, b""))
+        magic, session, rank, theirs, shown = HELLO.unpack((yield from _receive(attempt.sock, HELLO.size)))
+        if (magic, session, rank) != (MAGIC, self._session, peer):
+            raise _Refused("it is no rank of this job")
+        if not hmac.compare_digest(shown, self._proof(b"listener", peer, own, nonce + theirs)):
+            raise _Refused("it has another secret")
+        yield from _send(attempt.sock, self._proof(b"caller", peer, own, nonce + theirs))
+        return peer
+
+    def _answer(self, attempt: _Attempt) -> Steps:
+        """Hear the greeting of who has connected, and greet it."""
+        own = self._ranks.rank
+        yield from self._secured(attempt, accepted=True)
+        magic, session, rank, theirs, _ = HELLO.unpack((yield from _receive(attempt.sock, HELLO.size)))
+        if (magic, session) != (MAGIC, self._session) or not own < rank < self._ranks.world_size:
+            raise _Refused("it is no rank of this job")
+        attempt.is_known = True
+        nonce = secrets.token_bytes(32)
+        proof = self._proof(b"listener", own, rank, theirs + nonce)
+        yield from _send(attempt.sock, HELLO.pack(MAGIC, self._session, own, nonce, proof))
+        shown = yield from _receive(attempt.sock, PROOF_BYTES)
+        if not hmac.compare_digest(shown, self._proof(b"caller", own, rank, theirs + nonce)):
+            raise _Refused("it has another secret")
+        if rank in self._found:
+            raise _Refused(f"rank {self._ranks.number(rank)} is connected already")
+        return int(rank)
+
+    def _secured(self, attempt: _Attempt, *, accepted: bool) -> Generator[int, None, None]:
+        """Set up TLS, if there is any."""
+        attempt.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wrap = self._wrap
+        if wrap is None:
+            return
+        attempt.sock = secure = replace(attempt.sock, lambda: wrap(attempt.sock, accepted))
+        assert isinstance(secure, ssl.SSLSocket)
+        yield from _when_ready(secure.do_handshake)
+
+    def _proof(self, side: bytes, listener: int, caller: int, nonces: bytes) -> bytes:
+        text = side + self._session + struct.pack("<II", listener, caller) + nonces
+        return hmac.digest(self._keys[listener], text, hashlib.sha256)
+
+
+def _listening(host: str) -> socket.socket:
+    family, place = numeric(host, 0)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(place)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _when_ready(act: Callable[[], int | None]) -> Generator[int, None, int]:
+    """Return what ``act`` returns once the socket is ready for it."""
+    while True:
+        try:
+            return act() or 0
+        except ssl.SSLWantWriteError:
+            yield select.POLLOUT
+        except ssl.SSLWantReadError:
+            yield select.POLLIN
+
+
+def _send(sock: socket.socket, data: bytes) -> Generator[int, None, None]:
+    """Send a few bytes, which fit into the buffer of a new connection."""
+    if (yield from _when_ready(lambda: sock.send(data))) != len(data):
+        raise OSError(errno.ENOBUFS, "the connection takes no bytes")
+
+
+def _receive(sock: socket.socket, nbytes: int) -> Generator[int, None, bytes]:
+    data = b""
+    while len(data) < nbytes:
+        try:
+            more = sock.recv(nbytes - len(data))
+        except (BlockingIOError, ssl.SSLWantReadError):
+            yield select.POLLIN
+            continue
+        if not more:
+            raise ConnectionResetError(errno.ECONNRESET, "it has closed the connection")
+        data += more
+    return data
+
+
+def _words(problem: OSError) -> str:
+    if isinstance(problem, ssl.SSLError):
+        reason = (problem.reason or str(problem)).lower().replace("_", " ")
+        return f"TLS failed: {reason}; it has another certificate, or is no rank of this job"
+    return problem.strerror or str(problem)

@@ -1,0 +1,483 @@
+"""Messages over TCP connections of our own: one between any two ranks, in clear or with TLS.
+
+No thread moves bytes: whoever waits for a message moves all messages of this rank, from and to the tensors' own memory,
+while the kernel's buffers work on their own. Each message is a frame:
+
+    length of the body 4 | iteration 4 | number in its direction 4 | call 1 | kind 1 | reserved 2 | body
+
+little-endian. The receiver knows all of it beforehand, and compares as soon as these 16 bytes are there: a wrong frame
+is never added up, nor waited for to its end. A rank that ends in order says goodbye, and to whom it has lost if that is
+why, so that who outlives a failure is never taken for its cause.
+
+Linux alone has all that this needs: other systems are refused in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipesgd.comm.greeting import Wrap, connect
+from pipesgd.comm.headers import CALLS
+from pipesgd.comm.transport import Pending
+from pipesgd.errors import CommunicationError, DeadlineExceeded, OutOfStepError, PeerFailed, RunError, UserInputError
+from pipesgd.membership.sockets import close, opened
+from pipesgd.membership.store import MalformedValue, decode
+from pipesgd.membership.watcher import ENDED_SECONDS, ended_text
+from pipesgd.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+FRAME = struct.Struct("<IIIBBH")
+DATA, MEETING, GOODBYE, LOSS = range(4)
+"""Kinds of frames. The body of a loss is JSON: a rank that was lost, and why."""
+CONTROL = 255
+"""Call of a frame that belongs to none, such as a header."""
+
+LARGEST_TEXT = 4096
+"""Bytes of the largest body of a loss."""
+TLS_RECORD_BYTES = 16384
+"""Bytes of the largest record of TLS: a frame and the beginning of its body leave in one."""
+LEAST_WAKE_BYTES, MOST_WAKE_BYTES = 16 << 10, 256 << 10
+"""Bytes that must have arrived, if they are outstanding, before a wait looks at them: half of what is outstanding, but
+neither less nor more than these. Small pieces would each wake Python; a whole message would keep its sender waiting."""
+
+GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_HAS_LEFT = "it has closed its connections"
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The reason why messages with a peer, or all of them, can no longer arrive."""
+
+    reason: str
+    lost: int | None = None
+    """Rank that the peer has lost itself, as its goodbye says."""
+    late: bool = False
+    """True if a deadline has passed."""
+    of_call: tuple[str, int] | None = None
+    """Call and iteration that the peer is at, if they are other ones."""
+    may_be_a_consequence: bool = False
+    """True if the peer may have closed the connection because of another rank."""
+
+
+class _Message:
+    """A message under way, in either direction; a ``Pending``."""
+
+    __slots__ = (
+        *("before", "body", "buffers", "expected", "head", "is_done", "is_outgoing", "links", "loss", "operation"),
+        "peer",
+    )
+
+    def __init__(
+        self,
+        links: TcpLinks,
+        peer: _Peer,
+        body: memoryview,
+        expected: tuple[int, int, int, int, int],
+        operation: str,
+        before: Callable[[], None] | None,
+        *,
+        outgoing: bool,
+    ):
+        self.links, self.peer, self.body, self.expected = links, peer, body, expected
+        self.operation, self.before, self.is_outgoing = operation, before, outgoing
+        self.head: bytearray | None = None
+        """Frame to receive; None once it is compared, or if the message is sent."""
+        self.buffers: list[memoryview] = []
+        """Memory that is still to be sent or filled."""
+        self.is_done = False
+        self.loss: _Loss | None = None
+
+    def wait(self) -> None:
+        if self.before is not None:
+            self.before()
+        self.links.finish(self)
+
+    def move(self, nbytes: int) -> None:
+        """Record that this many bytes have been sent or filled."""
+        buffers = self.buffers
+        while buffers and nbytes >= len(buffers[0]):
+            nbytes -= len(buffers.pop(0))
+        if nbytes:
+            buffers[0] = buffers[0][nbytes:]
+
+
+class _Peer:
+    """The connection to another rank, and the messages that wait for it."""
+
+    def __init__(self, rank: int, sock: socket.socket):
+        self.rank = rank
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.is_secure = isinstance(sock, ssl.SSLSocket)
+        self.outgoing: deque[_Message] = deque()
+        self.incoming: deque[_Message] = deque()
+        self.sent = self.received = 0
+        self.events = 0
+        """Events that it is polled for."""
+        self.loss: _Loss | None = None
+        self._wake_bytes = 1
+
+    def send(self) -> None:
+        """Send what the connection takes."""
+        try:
+            while self.outgoing:
+                message = self.outgoing[0]
+                while message.buffers:
+                    if self.is_secure:
+                        message.move(self.sock.send(message.buffers[0]))
+                    else:
+                        message.move(self.sock.sendmsg(message.buffers))
+                message.is_done = True
+                self.outgoing.popleft()
+        except _BLOCKED:
+            return
+        except OSError as problem:
+            self._hear_why()
+            self.end(_Loss(_words(problem), may_be_a_consequence=True))
+
+    def receive(self) -> None:
+        """Receive what has arrived of the messages that are waited for."""
+        try:
+            while self.incoming:
+                message = self.incoming[0]
+                while message.buffers:
+                    if self.is_secure:
+                        got = self.sock.recv_into(message.buffers[0])
+                    else:
+                        got = self.sock.recvmsg_into(message.buffers)[0]
+                    if not got:
+                        self.end(_Loss("it has closed the connection", may_be_a_consequence=True))
+                        return
+                    message.move(got)
+                    if message.head is not None and len(message.buffers) <= (1 if len(message.body) else 0):
+                        if not self._matches(message):
+                            return
+                        message.head = None
+                message.is_done = True
+                self.incoming.popleft()
+        except _BLOCKED:
+            return
+        except OSError as problem:
+            self.end(_Loss(_words(problem), may_be_a_consequence=True))
+
+    def end(self, loss: _Loss) -> None:
+        """Let all messages, those to come as well, fail with this ``loss``, unless there was one before."""
+        self.loss = self.loss or loss
+        for messages in (self.incoming, self.outgoing):
+            for message in messages:
+                message.loss, message.is_done = self.loss, True
+            messages.clear()
+
+    def set_wake_bytes(self) -> None:
+        """Let the kernel wake a wait when enough has arrived of the message that is outstanding."""
+        message = self.incoming[0]
+        left = sum(map(len, message.buffers))
+        # A frame is looked at as soon as it is there: a message that is shorter than expected has no more bytes.
+        enough = 1 if message.head is not None else min(left, max(LEAST_WAKE_BYTES, min(left // 2, MOST_WAKE_BYTES)))
+        if enough != self._wake_bytes and not self.is_secure:
+            self._wake_bytes = enough
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+
+    def _matches(self, message: _Message) -> bool:
+        """Compare the frame that has come with that of ``message``; if it is another one, end this connection."""
+        assert message.head is not None
+        length, iteration, number, call, kind, _ = FRAME.unpack(message.head)
+        if (length, iteration, number, call, kind) == message.expected:
+            return True
+        _, own_iteration, own_number, own_call, own_kind = message.expected
+        if kind == GOODBYE:
+            loss = _Loss(_HAS_LEFT, may_be_a_consequence=True)
+        elif kind == LOSS and length <= LARGEST_TEXT:
+            loss = self._loss_of_peer(message, length)
+        elif (kind, number) == (own_kind, own_number) and (call, iteration) != (own_call, own_iteration):
+            at = CALLS[call] if call < len(CALLS) else "the header"
+            loss = _Loss(f"it is at {at} in iteration {iteration}", of_call=(at, iteration))
+        else:
+            expected, got = (
+                f"{found[0]} bytes, kind {found[4]}, number {found[2]}"
+                for found in (message.expected, (length, iteration, number, call, kind))
+            )
+            loss = _Loss(f"a frame of {expected} must come; got one of {got}")
+        self.end(loss)
+        return False
+
+    def _loss_of_peer(self, message: _Message, length: int) -> _Loss:
+        """Read the body of a loss, which came with its frame, or is left out."""
+        start = bytes(message.body[: len(message.body) - sum(map(len, message.buffers))])[:length]
+        rest = b""
+        with contextlib.suppress(OSError):
+            rest = self.sock.recv(length - len(start)) if len(start) < length else b""
+        with contextlib.suppress(MalformedValue):
+            match decode(start + rest):
+                case [int(lost), str(reason)]:
+                    return _Loss(reason, lost=lost)
+        return _Loss(_HAS_LEFT, may_be_a_consequence=True)
+
+    def _hear_why(self) -> None:
+        """Find out whether the peer, which takes no more, has said why."""
+        if self.incoming:
+            self.receive()
+        else:
+            with contextlib.suppress(OSError):
+                data = self.sock.recv(FRAME.size + LARGEST_TEXT)
+                if len(data) >= FRAME.size and FRAME.unpack_from(data)[4] == LOSS:
+                    with contextlib.suppress(MalformedValue):
+                        match decode(data[FRAME.size :]):
+                            case [int(lost), str(reason)]:
+                                self.loss = _Loss(reason, lost=lost)
+
+
+class TcpLinks:
+    """Connections to all ranks, for one thread; see ``Links``. All ranks make these together.
+
+    Args:
+        ranks: the ranks.
+        timeout: seconds that a rank waits for another one in any one operation.
+        wrap: function that puts TLS on a socket; None for connections in clear.
+
+    Raises:
+        UserInputError: the system is not Linux.
+        CommunicationError: not every rank could be reached.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: float, wrap: Wrap | None = None):
+        if not hasattr(select, "POLLRDHUP") or not hasattr(socket, "TCP_USER_TIMEOUT"):
+            raise UserInputError("transport must be gloo on this system, since tcp and tls need Linux")
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self._ranks = ranks
+        self._timeout = timeout
+        self._loss: _Loss | None = None
+        """Reason why nothing more is waited for."""
+        self._is_closed = False
+        self._using = threading.Lock()
+        """Held by the thread that uses the connections: a goodbye may come from another one."""
+        outside = ranks.rank >= ranks.world_size  # this rank is not among ``ranks``, the first ones of the job
+        self._peers = (
+            {} if outside else {rank: _Peer(rank, sock) for rank, sock in connect(ranks, timeout, wrap).items()}
+        )
+        self._by_fd = {peer.fd: peer for peer in self._peers.values()}
+        for peer in self._peers.values():
+            _set_options(peer.sock, timeout)
+        self._interrupt, self._interrupted = opened(socket.socketpair)
+        self._poll = select.poll()
+        self._poll.register(self._interrupted, select.POLLIN)
+        self._forget = ranks.at_goodbye(self.say_goodbye)
+
+    def control(self, before_sends: Callable[[int], None]) -> TcpTransport:
+        return TcpTransport(self, None, before_sends)
+
+    def messages(self, before_waits: Callable[[], None], before_sends: Callable[[int], None]) -> TcpTransport:
+        return TcpTransport(self, before_waits, before_sends)
+
+    def wait_for_all(self) -> None:
+        """Return when all ranks have called this: each hears, in log2(p) rounds, from twice as many others."""
+        distance, what, nothing = 1, "last meeting of all ranks", torch.empty(0, dtype=torch.uint8)
+        while distance < self.world_size:
+            to, come_from = ((self.rank + sign * distance) % self.world_size for sign in (1, -1))
+            sent = self.begin(nothing, to, 0, what, None, kind=MEETING, outgoing=True)
+            self.begin(nothing, come_from, 0, what, None, kind=MEETING, outgoing=False).wait()
+            sent.wait()
+            distance *= 2
+
+    def abort(self, error: BaseException) -> None:
+        peer = error.peer if isinstance(error, CommunicationError) else None
+        numbers = [self._ranks.number(rank) for rank in range(self.world_size)]
+        reason = error.reason if isinstance(error, CommunicationError) else str(error)
+        self._loss = self._loss or _Loss(reason, lost=numbers.index(peer) if peer in numbers else None)
+        self._end_wait()
+
+    def say_goodbye(self) -> None:
+        """Tell the others that this rank ends in order, or whom it has lost; any thread may call this."""
+        if not self._using.acquire(timeout=ENDED_SECONDS):
+            return
+        try:
+            loss = self._loss
+            lost = None if loss is None else loss.lost
+            body = b"" if lost is None or loss is None else json.dumps([lost, loss.reason[:1000]]).encode()
+            frame = FRAME.pack(len(body), 0, 0, CONTROL, LOSS if body else GOODBYE, 0) + body
+            for peer in self._peers.values():
+                if (
+                    not peer.outgoing and peer.loss is None
+                ):  # in the middle of a message it would be taken for its bytes
+                    with contextlib.suppress(OSError, ValueError):
+                        peer.sock.send(frame)
+                    peer.end(_Loss("this rank has left"))
+        finally:
+            self._using.release()
+        self._end_wait()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._forget()
+        self.say_goodbye()
+        for one in (*(peer.sock for peer in self._peers.values()), self._interrupt, self._interrupted):
+            close(one)
+
+    def begin(
+        self,
+        tensor: Tensor,
+        rank: int,
+        tag: int,
+        operation: str,
+        before: Callable[[], None] | None,
+        *,
+        outgoing: bool,
+        kind: int = DATA,
+    ) -> Pending:
+        """Begin to send or receive ``tensor``, whose memory is contiguous; see ``Transport``."""
+        peer = self._peers[rank]
+        body = tensor.reshape(-1).view(torch.uint8).numpy().data
+        number = peer.sent if outgoing else peer.received
+        iteration, call = divmod(tag - 1, len(CALLS)) if tag else (0, CONTROL)
+        expected = (len(body), iteration, number & 0xFFFFFFFF, call, kind)
+        message = _Message(self, peer, body, expected, operation, before, outgoing=outgoing)
+        if peer.loss is not None or self._loss is not None:
+            message.loss, message.is_done = self._loss or peer.loss, True
+        elif outgoing:
+            peer.sent += 1
+            frame = FRAME.pack(*expected, 0)
+            if peer.is_secure:
+                first = TLS_RECORD_BYTES - FRAME.size
+                message.buffers = [memoryview(frame + bytes(body[:first])), body[first:]]
+            else:
+                message.buffers = [memoryview(frame), body]
+            if not message.buffers[-1]:
+                message.buffers.pop()
+            with self._using:
+                peer.outgoing.append(message)
+                peer.send()
+        else:
+            peer.received += 1
+            message.head = bytearray(FRAME.size)
+            message.buffers = [memoryview(message.head), *([body] if len(body) else [])]
+            peer.incoming.append(message)
+        return message
+
+    def finish(self, message: _Message) -> None:
+        """Move messages until this one has been moved.
+
+        Raises:
+            OutOfStepError: its peer is in another call or iteration.
+            CommunicationError: its peer is lost, or silent for longer than the deadline.
+        """
+        if not message.is_done:
+            with self._using:
+                (message.peer.send if message.is_outgoing else message.peer.receive)()
+        end = time.monotonic() + self._timeout
+        while not message.is_done and self._loss is None:
+            ready = self._poll_all(end - time.monotonic())
+            if not ready and time.monotonic() >= end:
+                self._loss = _Loss(f"no answer within {self._timeout:g} s", late=True)
+            with self._using:
+                for fd, event in ready:
+                    peer = self._by_fd.get(fd)
+                    if peer is None:
+                        self._interrupted.recv(4096)
+                        continue
+                    if event & (select.POLLIN | GONE):
+                        peer.receive()
+                    if event & (select.POLLOUT | GONE):
+                        peer.send()
+        loss = message.loss or (None if message.is_done else self._loss)
+        if loss is not None:
+            raise self._error(message, loss)
+
+    def _end_wait(self) -> None:
+        """Let the thread that waits look at what has changed."""
+        with contextlib.suppress(OSError):
+            self._interrupt.send(b"\1")
+
+    def _poll_all(self, seconds: float) -> list[tuple[int, int]]:
+        for peer in self._peers.values():
+            events = (select.POLLIN if peer.incoming else 0) | (select.POLLOUT if peer.outgoing else 0)
+            if peer.incoming:
+                peer.set_wake_bytes()
+            if events != peer.events:
+                peer.events = events
+                if events:
+                    self._poll.register(peer.fd, events)
+                else:
+                    self._poll.unregister(peer.fd)
+        return self._poll.poll(max(0, math.ceil(seconds * 1000)))
+
+    def _error(self, message: _Message, loss: _Loss) -> RunError:
+        """Return the error of a message that has failed, which names whoever has failed first as far as is known."""
+        peer, operation = message.peer.rank, message.operation
+        if loss.of_call is not None:
+            _, iteration, _, call, _ = message.expected
+            own = CALLS[call] if call < len(CALLS) else "the header"
+            return OutOfStepError(self.rank, own, iteration, peer, *loss.of_call)
+        reason, lost = loss.reason, loss.lost
+        if loss.may_be_a_consequence and lost is None and (ended := self._ranks.ended(within=ENDED_SECONDS)):
+            lost = None if peer in ended else ended[0]
+            reason = ended_text(self._ranks.number(peer if lost is None else lost))
+        if lost == self.rank:
+            reason = f"it has lost this rank: {reason}"
+        elif lost not in (None, peer):
+            self._loss = self._loss or _Loss(reason, lost=lost)
+            return PeerFailed(rank=self.rank, peer=lost, operation=operation, reason=reason)
+        kind = DeadlineExceeded if loss.late else CommunicationError
+        self._loss = self._loss or _Loss(reason, lost=peer)
+        return kind(rank=self.rank, peer=peer, operation=operation, reason=reason)
+
+
+class TcpTransport:
+    """Transport over the connections of ``links``, which all transports of these share, in the order of their calls."""
+
+    def __init__(self, links: TcpLinks, before_waits: Callable[[], None] | None, before_sends: Callable[[int], None]):
+        self.tag = 0
+        self.rank, self.world_size = links.rank, links.world_size
+        self.bytes_sent = self.bytes_received = 0
+        self._links = links
+        self._before_waits = before_waits
+        self._before_sends = before_sends
+        self._logging = log.isEnabledFor(logging.DEBUG)
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        nbytes = tensor.nbytes
+        self._before_sends(nbytes)
+        self.bytes_sent += nbytes
+        if self._logging:
+            log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)
+        return self._links.begin(tensor, peer, self.tag, f"send of {what}", self._before_waits, outgoing=True)
+
+    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        nbytes = tensor.nbytes
+        self.bytes_received += nbytes
+        if self._logging:
+            log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
+        return self._links.begin(tensor, peer, self.tag, f"receive of {what}", self._before_waits, outgoing=False)
+
+
+def _set_options(sock: socket.socket, timeout: float) -> None:
+    """Let the kernel end a connection when the other machine has not answered for ``timeout`` seconds."""
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    pause = min(max(1, int(timeout / 4)), 32767)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, pause)
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, pause)
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, min(math.ceil(timeout * 1000), 2**31 - 1))
+
+
+def _words(problem: OSError) -> str:
+    return f"the connection has failed: {problem.strerror or problem}"
