@@ -332,7 +332,7 @@ def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest
     """A parameter server on a dedicated rank ends like this when its workers are told to stop."""
     store = dist.HashStore()
     server, worker = (Ranks(rank=rank, world_size=2, store=store) for rank in (1, 0))
-    monkeypatch.setattr("pipesgd.exit.join", lambda: server)
+    monkeypatch.setattr("pipesgd.exit.join", lambda secret: server)
     monkeypatch.setattr("pipesgd.exit.begin", lambda: None)  # this process is pytest's
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     assert pipesgd.exit._run(lambda words, ranks, console: None, [], pipesgd.exit._Signals()) == 0
