@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import html
+import itertools
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
 
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.cli import help_texts
@@ -30,6 +32,7 @@ LINK = re.compile(r"""(?<=\]\()([^)#:\s]+)(?=(#[^)\s]*)?\))|(?<= src=")[^":]+(?=
 """A file that a page links to or shows, without the anchor, unless that is on the page or elsewhere in the world."""
 SHOWN = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml"}
 """Files that are pages of the site, and their languages."""
+NOTEBOOK = ".ipynb"
 NOT_SEARCHED = ("experiments/LOG.md", "CHANGELOG.md")
 WIDE = ("reference.md", "systems.md")
 """Pages whose tables need the place of the table of contents."""
@@ -43,11 +46,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The README is the first page; what pages link to is there, too."""
     linked = ["README.md", *(f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md"))]
     for path in linked:  # which grows meanwhile
-        language = SHOWN.get(posixpath.splitext(path)[1])
-        if language:
+        ending = posixpath.splitext(path)[1]
+        language, hidden = SHOWN.get(ending), InclusionLevel.NOT_IN_NAV
+        if ending == NOTEBOOK:
+            text, pictures = notebook(REPOSITORY / path)
+            files.append(File.generated(config, site_path(path), content=text, inclusion=hidden))
+            for name, picture in pictures.items():
+                files.append(File.generated(config, f"{posixpath.dirname(path)}/{name}", content=picture))
+        elif language:
             code = (REPOSITORY / path).read_text(encoding="utf-8")
             text = f"# {posixpath.basename(path)}\n\n~~~~ {language}\n{code}~~~~\n"
-            hidden = InclusionLevel.NOT_IN_NAV
             files.append(File.generated(config, site_path(path), content=text, inclusion=hidden))
         elif not path.startswith("docs/"):
             files.append(File.generated(config, site_path(path), abs_src_path=str(REPOSITORY / path)))
@@ -65,7 +73,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["search"] = {"exclude": True}
     if uri in WIDE:
         page.meta["hide"] = ["toc"]
-    if posixpath.splitext(uri.removesuffix(".md"))[1] in SHOWN:
+    if posixpath.splitext(uri.removesuffix(".md"))[1] in (*SHOWN, NOTEBOOK):
         return markdown
     path = next(
         one for one in (uri, f"docs/{uri}", "README.md") if site_path(one) == uri and (REPOSITORY / one).exists()
@@ -90,6 +98,15 @@ def on_post_build(config: MkDocsConfig) -> None:
     Path(config.site_dir, "404.html").unlink()
 
 
+def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook with its outputs as a page, and the pictures on it by their names."""
+    exporter = MarkdownExporter()
+    body, resources = exporter.from_filename(str(path), resources={"unique_key": path.stem})
+    numbers = itertools.count(1)
+    body = re.sub(r"!\[png\]", lambda _: f"![Picture {next(numbers)} of this notebook]", body)
+    return body, resources["outputs"]
+
+
 def in_repository(path: str, link: str) -> str:
     """The file that ``link`` on the page ``path`` is, from the repository's root."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
@@ -97,7 +114,7 @@ def in_repository(path: str, link: str) -> str:
 
 def site_path(path: str) -> str:
     """Where the repository's file ``path`` is on the site."""
-    page = ".md" if posixpath.splitext(path)[1] in SHOWN else ""
+    page = ".md" if posixpath.splitext(path)[1] in (*SHOWN, NOTEBOOK) else ""
     return "index.md" if path == "README.md" else path.removeprefix("docs/") + page
 
 

@@ -47,7 +47,10 @@ PAGE, PICTURES = "gallery.md", "../experiments/results"
 HEAD = """# Gallery
 
 The README's picture, and pictures drawn after the questions of the Pipe-SGD paper, not after its figures: the paper's
-body is not at hand. `make figures` draws them and writes this page; the notebooks in `notebooks/` explain them.
+body is not at hand. `make figures` draws them and writes this page. Notebooks explain them (`make open-notebooks`):
+[the method](../notebooks/1_the_method.ipynb), [the timing model](../notebooks/2_the_timing_model.ipynb),
+[convergence](../notebooks/3_convergence.ipynb), [compression](../notebooks/4_compression.ipynb), [a plan of your own
+job](../notebooks/5_plan_your_own_job.ipynb).
 """
 
 
