@@ -55,6 +55,7 @@ ELSEWHERE = {
     *("rdzv-backend", "rdzv-conf", "rdzv-endpoint", "local-addr", "signals-to-handle"),
     *("nodes", "rate", "loss", "slow-node", "only", "quick", "finished"),  # of experiments
     *("from", "link"),  # of plan, for a program
+    "tls",  # of keys
     *("help", "help-all", "config", "logdir"),  # of all; TensorBoard's
 }
 

@@ -95,7 +95,8 @@ class CompressedBuckets:
         check_dense_embeddings(ddp_model)
         check_one_of("codec", kind(options.codec), (*BUCKET_CODECS, OWN))
         check_rules(options_of_sections(all_reduce_name=wire.all_reduce_name, **options.facts()), CODEC)
-        for name, value in differing(wire, but=("all_reduce", "segment_bytes", "connections", "timeout")).items():
+        read = ("all_reduce", "segment_bytes", "connections", "transport", "secret_file", "timeout")
+        for name, value in differing(wire, but=read).items():
             raise UserInputError(f"{name} must be left out of compress, which sums torch's buckets; got {value!r}")
         check_at_least("seed", seed, 0)
         self.iteration = 0

@@ -16,13 +16,16 @@ from _memory_transport import integers
 from _ranks import RankFailed, run_ranks
 from _sections import sections
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd import Pipelined
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.comm.connections import Connections
+from pipesgd.ddp import attach, compress
 from pipesgd.errors import CommunicationError, DeadlineExceeded, OutOfStepError, PeerFailed, RunError
+from pipesgd.membership.secret import VARIABLE
 from pipesgd.ranks import Ranks
-from pipesgd.sections import TRANSPORTS
+from pipesgd.sections import TRANSPORTS, Wire
 from timing_model.schedules import SCHEDULES
 
 pytestmark = pytest.mark.slow
@@ -246,3 +249,31 @@ def test_a_wait_ends_when_another_thread_hears_of_a_failure(transport: str) -> N
     answer, *_ = run(ranks_of_threads(3, timeout=1000.0), _failed_elsewhere, transport)
     assert isinstance(answer, PeerFailed)
     assert str(answer) == "rank 0: stopped in receive of the header in iteration 0: rank 1 has failed: the disk is full"
+
+
+# ---- Doors
+
+
+def _through_a_door(ranks: Ranks, transport: str, door: str) -> bytes:
+    """Return the weights of a DistributedDataParallel program after some steps."""
+    os.environ[VARIABLE] = str(secured(ranks, "tls").secret.path)  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 30))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wire = Wire(transport=transport, timeout=20.0)
+    if door == "attach":
+        closing: Any = attach(model, optimizer, codec="int8", wire=wire)
+    else:
+        closing = compress(model, codec="int8", wire=wire)
+    for iteration in range(4):
+        optimizer.zero_grad()
+        model(torch.full((2, 40), ranks.rank + iteration / 4)).square().mean().backward()
+        optimizer.step()
+    closing.close()
+    return b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+
+
+@pytest.mark.parametrize("door", ["attach", "compress"])
+def test_the_doors_of_ddp_programs_take_every_transport(door: str) -> None:
+    found = {transport: run_ranks(2, _through_a_door, transport, door) for transport in TRANSPORTS}
+    assert len({one for of_ranks in found.values() for one in of_ranks}) == 1
