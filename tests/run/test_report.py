@@ -325,10 +325,11 @@ def test_texts_and_attributes_are_escaped_unless_they_are_html() -> None:
     assert tag("p", "<b>", tag("b", 1), title='"') == '<p title="&quot;">&lt;b&gt;<b>1</b></p>'
 
 
-def test_a_folder_whose_name_is_no_utf8_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_whose_name_is_no_utf8_has_a_report(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     folder = write_run(tmp_path / os.fsdecode(b"d\xe4ta"), [line(0)], output=os.fsdecode(b"d\xe4ta"))
     assert commands.report(["report", str(folder)], program="pipesgd") == 0
-    assert capsys.readouterr().out.endswith("report.html\n")  # taken here, since pytest's workers send UTF-8 alone
+    # Taken here, since pytest's workers send UTF-8 alone.
+    assert capfdbinary.readouterr().out == os.fsencode(f"wrote {folder}/report.html\n")
     assert f"{tmp_path}/d\\udce4ta" in read(folder).texts
 
 
