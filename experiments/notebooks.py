@@ -52,6 +52,7 @@ def run(path: Path, kernel: NotebookClient) -> Any:
     notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))  # forgets the names of the notebook before
     client = NotebookClient(notebook, km=kernel.km, timeout=TIMEOUT, record_timing=False)
     client.execute()
+    assert client.kc is not None
     client.kc.stop_channels()
     del notebook.cells[0]
     for number, cell in enumerate(code_cells(notebook), start=1):

@@ -1,6 +1,6 @@
-"""What the notebooks show next to the Pipe-SGD paper (Li et al., NeurIPS 2018), with our values from the results.
+"""Tables of the notebooks: the Pipe-SGD paper (Li et al., NeurIPS 2018) next to our values, from the results.
 
-Of the paper only the abstract is at hand. What its figures show is known from readers' accounts, and none of its other
+Only the abstract of the paper is at hand. What its figures show is known from readers' accounts, and none of its other
 numbers is quoted.
 """
 

@@ -113,7 +113,10 @@ def convergence_message(rows: list[Row]) -> str:
         if row["points"]:
             ends.setdefault((row["panel"], row["system"]), []).append(row["points"][-1])
     mean = {key: np.mean(points, axis=0) for key, points in ends.items()}
-    panels = [panel for panel, system in mean if system == OURS]
+    compared = (OURS, BASELINE, REFERENCE, "pipe-sgd")
+    panels = [panel for panel, name in mean if name == OURS and all((panel, one) in mean for one in compared)]
+    if not panels:
+        return "Test accuracy over the calculated time of training"
     faster = [mean[panel, BASELINE][0] / mean[panel, OURS][0] for panel in panels]
     lost = [100 * (mean[panel, REFERENCE][1] - mean[panel, "pipe-sgd"][1]) for panel in panels]
     return (
