@@ -149,14 +149,15 @@ def read_run(path: Path, *, is_in_use: bool | None = None) -> RunFolder:
     notes: list[str] = []
     summary = _summary(path / SUMMARY_FILE, notes)
     told = summary.get("planned") or description.get("planned")
-    told = told if isinstance(told, dict) else {}
-    planned = _plan(told, notes) if told else None
+    planned, measured = None, None
+    if isinstance(told, dict):
+        planned, measured = _plan(told, notes), number(told.get("measured_seconds"))
     return RunFolder(
         path=path,
         options=description["options"],
         world_size=description["world_size"],
         planned=planned,
-        measured_seconds=number(told.get("measured_seconds")),
+        measured_seconds=measured,
         summary=summary,
         iterations=Iterations(path / METRICS_FILE),
         attempts=read_attempts(path / ATTEMPTS_FILE),

@@ -21,7 +21,7 @@ from _runs import SHORT, run, succeed
 from conftest import REPOSITORY
 
 from pipesgd import exit as exit_module
-from pipesgd.errors import PeerFailed, RunError, UserInputError
+from pipesgd.errors import PeerFailed, RunError, StoppedBySignal, UserInputError
 from pipesgd.membership.heartbeat import Standing
 from pipesgd.ranks import Ranks, alone
 from pipesgd.report import commands
@@ -129,6 +129,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path: Path) -
     [
         (RunError("the disk is gone"), 1, "rank 0: the disk is gone"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (StoppedBySignal("SIGTERM", iteration=7, newest=7), 143, "stopped by SIGTERM after iteration 7; --resume"),
         (UserInputError.on_all_ranks("width must be odd; got 2"), 2, "width must be odd; got 2"),
         (
             PeerFailed(rank=0, peer=1, operation="all-reduce", reason="it was killed", iteration=7),
