@@ -490,14 +490,11 @@ class _Ends:
         """Functions that end connections."""
         self.aborting: list[Callable[[BaseException], None]] = []
         """Functions that end waits of connections."""
+        # Not a method: what watches for failures would refer to what refers to it, and keep all of this open.
+        self.fail = functools.partial(_fail, thread, self.aborting)
+        """Function that ends all waits with an error: the main thread's and, if the transport can, those of messages."""
         self._thread = thread
         self._unclosed = unclosed
-
-    def fail(self, error: BaseException) -> None:
-        """End all waits with ``error``, in the main thread and, if the transport can, in the communication thread."""
-        self._thread.fail(error)
-        for abort in list(self.aborting):
-            abort(error)
 
     def end(self, *, together: bool) -> None:
         """No longer fail when another rank does, and end the thread; see ``Flight.close``."""
@@ -515,6 +512,14 @@ class _Ends:
 
 def _as_it_is(number: Tensor) -> Tensor:
     return number
+
+
+def _fail(
+    thread: CommunicationThread, aborting: Sequence[Callable[[BaseException], None]], error: BaseException
+) -> None:
+    thread.fail(error)
+    for abort in list(aborting):
+        abort(error)
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:
