@@ -492,7 +492,7 @@ class _Ends:
         """Functions that end waits of connections."""
         # Not a method: what watches for failures would refer to what refers to it, and keep all of this open.
         self.fail = functools.partial(_fail, thread, self.aborting)
-        """Function that ends all waits with an error: the main thread's and, if the transport can, those of messages."""
+        """Function that ends all waits with an error: the main thread's, and those of messages if the transport can."""
         self._thread = thread
         self._unclosed = unclosed
 
