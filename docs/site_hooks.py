@@ -39,6 +39,7 @@ WIDE = ("reference.md", "systems.md")
 OPTIONS = re.compile(r"<!-- options of ([\w. -]+?) -->")
 CONFIGS = {"pipesgd.train": TrainConfig, "pipesgd.calibrate": CalibrateConfig}
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+PICTURE = re.compile(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)</p>')
 PRIMED = re.compile("<msup>(<mi>.</mi>)<mi>&#x02032;</mi></msup>")
 
 
@@ -84,13 +85,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html_text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Equations as MathML, which browsers draw by themselves."""
+    """Equations as MathML, which browsers draw by themselves; a picture is a link to itself, for small screens."""
 
     def equation(found: re.Match[str]) -> str:
         drawn = convert(html.unescape(found[2]), display="inline" if found[1] == "span" else "block")
         return PRIMED.sub(r"<mrow>\1<mo>&#x02032;</mo></mrow>", drawn)  # as an exponent it is too small to be seen
 
-    return EQUATION.sub(equation, html_text)
+    return EQUATION.sub(equation, PICTURE.sub(r'<p><a href="\2">\1</a></p>', html_text))
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -127,6 +127,13 @@ def test_every_picture_is_told_in_words(found: dict[Path, Found]) -> None:
     assert [one for one in pictures if not (one[2] or "").strip()] == []
 
 
+def test_a_picture_can_be_seen_larger(site: Path) -> None:
+    page = (site / "gallery.html").read_text(encoding="utf-8")
+    shown = re.findall(r'<img [^>]*src="([^"]+)"', page)
+    assert len(shown) > 5
+    assert [one for one in shown if f'<a href="{one}"><img ' not in page] == []
+
+
 def test_every_example_is_a_page(site: Path) -> None:
     programs = sorted(
         path.name for path in (REPOSITORY / "examples").iterdir() if path.suffix in (".py", ".sh", ".yaml")
