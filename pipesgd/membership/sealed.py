@@ -28,6 +28,9 @@ SEAL = struct.Struct("<8s32s8sQ")
 """Beginning of each value: magic, HMAC, name of the writer, and its number among the values of that writer."""
 MAGIC = b"pgd seal"
 
+ABSENT = "pgd absent"
+"""Value that no rank writes: a comparison with it returns it where there is none."""
+
 T = TypeVar("T")
 
 PAUSE_SECONDS = 0.01
@@ -245,9 +248,14 @@ def is_of_another_secret(store: dist.Store, key: str) -> bool:
 
 
 def stored(store: dist.Store, names: Sequence[str]) -> dict[str, bytes]:
-    """Return the values of those of ``names`` that are in ``store``; torch waits for a key that is not."""
+    """Return the values of those of ``names`` that are in ``store``.
+
+    torch waits for a key that is not there, also if somebody deletes it after it was found: so each is read by a
+    comparison, which waits for nothing and changes nothing.
+    """
     found = list(names) if store.check(list(names)) else [name for name in names if store.check([name])]
-    return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
+    values = {name: store.compare_set(name, ABSENT, ABSENT) for name in found}
+    return {name: value for name, value in values.items() if value != ABSENT.encode()}
 
 
 def _remember(known: OrderedDict[str, T], name: str, value: T) -> None:

@@ -20,7 +20,7 @@ from pipesgd import keys
 from pipesgd.errors import CommunicationError, DeadlineExceeded, RunError, UserInputError
 from pipesgd.membership import heartbeat, sealed, session, watcher
 from pipesgd.membership.heartbeat import Standing
-from pipesgd.membership.sealed import Sealed, part
+from pipesgd.membership.sealed import Sealed, part, stored
 from pipesgd.membership.secret import VARIABLE, Secret, job_secret
 from pipesgd.membership.session import open_session
 from pipesgd.membership.store import present
@@ -235,9 +235,22 @@ def test_an_exchange_that_is_overwritten_once_is_completed(is_deleted: bool, sec
 class Overwritten(dist.HashStore):
     """A store in which somebody overwrites a value faster than anybody reads it."""
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        values = super().multi_get(keys)
-        return [b"[7]" if key == FIRST.format(1) else value for key, value in zip(keys, values, strict=True)]
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return b"[7]" if key == FIRST.format(1) else super().compare_set(key, expected, desired)
+
+
+class Deleted(dist.HashStore):
+    """A store in which somebody deletes a value after it was found."""
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+
+def test_a_value_that_is_deleted_after_it_was_found_is_waited_for_by_nobody() -> None:
+    store = Deleted()
+    store.set("kept", "1")
+    assert stored(store, ["kept", "deleted"]) == {"kept": b"1"}
+    assert not dist.HashStore.check(store, ["deleted"]), "nothing was written"
 
 
 def test_an_exchange_that_is_overwritten_again_and_again_fails_with_the_word(secret: Secret) -> None:
