@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import select
 import socket
@@ -33,14 +32,12 @@ from torch import Tensor
 
 from pipesgd.comm.greeting import Wrap, connect
 from pipesgd.comm.headers import CALLS
-from pipesgd.comm.transport import Pending
+from pipesgd.comm.transport import CountedTransport, Pending
 from pipesgd.errors import CommunicationError, DeadlineExceeded, OutOfStepError, PeerFailed, RunError, UserInputError
 from pipesgd.membership.sockets import close, opened
 from pipesgd.membership.store import MalformedValue, decode
 from pipesgd.membership.watcher import ENDED_SECONDS, ended_text
 from pipesgd.ranks import Ranks
-
-log = logging.getLogger(__name__)
 
 FRAME = struct.Struct("<IIIBBH")
 DATA, MEETING, GOODBYE, LOSS = range(4)
@@ -74,6 +71,15 @@ class _Loss:
     """Call and iteration that the peer is at, if they are other ones."""
     may_be_a_consequence: bool = False
     """True if the peer may have closed the connection because of another rank."""
+
+
+def _told(body: bytes) -> _Loss | None:
+    """Return what the body of a loss says; None if it is malformed."""
+    with contextlib.suppress(MalformedValue):
+        match decode(body):
+            case [int(lost), str(reason)]:
+                return _Loss(reason, lost=lost)
+    return None
 
 
 class _Message:
@@ -224,11 +230,7 @@ class _Peer:
         rest = b""
         with contextlib.suppress(OSError):
             rest = self.sock.recv(length - len(start)) if len(start) < length else b""
-        with contextlib.suppress(MalformedValue):
-            match decode(start + rest):
-                case [int(lost), str(reason)]:
-                    return _Loss(reason, lost=lost)
-        return _Loss(_HAS_LEFT, may_be_a_consequence=True)
+        return _told(start + rest) or _Loss(_HAS_LEFT, may_be_a_consequence=True)
 
     def _hear_why(self) -> None:
         """Find out whether the peer, which takes no more, has said why."""
@@ -238,10 +240,7 @@ class _Peer:
             with contextlib.suppress(OSError):
                 data = self.sock.recv(FRAME.size + LARGEST_TEXT)
                 if len(data) >= FRAME.size and FRAME.unpack_from(data)[4] == LOSS:
-                    with contextlib.suppress(MalformedValue):
-                        match decode(data[FRAME.size :]):
-                            case [int(lost), str(reason)]:
-                                self.loss = _Loss(reason, lost=lost)
+                    self.loss = _told(data[FRAME.size :]) or self.loss
 
 
 class TcpLinks:
@@ -440,32 +439,16 @@ class TcpLinks:
         return kind(rank=self.rank, peer=peer, operation=operation, reason=reason)
 
 
-class TcpTransport:
+class TcpTransport(CountedTransport):
     """Transport over the connections of ``links``, which all transports of these share, in the order of their calls."""
 
     def __init__(self, links: TcpLinks, before_waits: Callable[[], None] | None, before_sends: Callable[[int], None]):
-        self.tag = 0
-        self.rank, self.world_size = links.rank, links.world_size
-        self.bytes_sent = self.bytes_received = 0
+        super().__init__(links.rank, links.world_size, 0, before_sends)
         self._links = links
         self._before_waits = before_waits
-        self._before_sends = before_sends
-        self._logging = log.isEnabledFor(logging.DEBUG)
 
-    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
-        nbytes = tensor.nbytes
-        self._before_sends(nbytes)
-        self.bytes_sent += nbytes
-        if self._logging:
-            log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)
-        return self._links.begin(tensor, peer, self.tag, f"send of {what}", self._before_waits, outgoing=True)
-
-    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
-        nbytes = tensor.nbytes
-        self.bytes_received += nbytes
-        if self._logging:
-            log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
-        return self._links.begin(tensor, peer, self.tag, f"receive of {what}", self._before_waits, outgoing=False)
+    def _begin(self, tensor: Tensor, peer: int, operation: str, *, outgoing: bool) -> Pending:
+        return self._links.begin(tensor, peer, self.tag, operation, self._before_waits, outgoing=outgoing)
 
 
 def _set_options(sock: socket.socket, timeout: float) -> None:

@@ -88,7 +88,36 @@ class Links(Protocol):
         """End the connections; the transports cannot be used any more."""
 
 
-class TorchTransport:
+class CountedTransport:
+    """Part of every transport that counts and logs its messages; ``_begin`` begins one."""
+
+    def __init__(self, rank: int, world_size: int, tag: int, before_sends: Callable[[int], None]):
+        self.tag = tag
+        self.rank, self.world_size = rank, world_size
+        self.bytes_sent = self.bytes_received = 0
+        self._before_sends = before_sends
+        self._logging = log.isEnabledFor(logging.DEBUG)
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        nbytes = tensor.nbytes
+        self._before_sends(nbytes)
+        self.bytes_sent += nbytes
+        if self._logging:
+            log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)
+        return self._begin(tensor, peer, f"send of {what}", outgoing=True)
+
+    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        nbytes = tensor.nbytes
+        self.bytes_received += nbytes
+        if self._logging:
+            log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
+        return self._begin(tensor, peer, f"receive of {what}", outgoing=False)
+
+    def _begin(self, tensor: Tensor, peer: int, operation: str, *, outgoing: bool) -> Pending:
+        raise NotImplementedError
+
+
+class TorchTransport(CountedTransport):
     """Transport of messages with ``tag`` over process groups of torch.distributed, used by no other thread.
 
     ``before_waits`` is called before each wait for a message, and ``before_sends`` before a message is sent, with its
@@ -110,43 +139,21 @@ class TorchTransport:
         before_waits: Callable[[], None] = lambda: None,
         before_sends: Callable[[int], None] = lambda nbytes: None,
     ):
-        self.tag = tag
-        self.rank = groups[0].rank()
-        self.world_size = groups[0].size()
-        self.bytes_sent = 0
-        self.bytes_received = 0
+        super().__init__(groups[0].rank(), groups[0].size(), tag, before_sends)
         self._groups = groups
         self._sends: Counter[int] = Counter()  # so far, to each rank
         self._receives: Counter[int] = Counter()
         self._timeout = timeout
         self._before_waits = before_waits
-        self._before_sends = before_sends
-        self._logging = log.isEnabledFor(logging.DEBUG)
-
-    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
-        nbytes = tensor.nbytes
-        self._before_sends(nbytes)
-        self.bytes_sent += nbytes
-        if self._logging:
-            log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)
-        return self._begin(self._next(self._sends, peer).send, tensor, peer, f"send of {what}")
-
-    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
-        nbytes = tensor.nbytes
-        self.bytes_received += nbytes
-        if self._logging:
-            log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
-        return self._begin(self._next(self._receives, peer).recv, tensor, peer, f"receive of {what}")
 
     def _next(self, messages: Counter[int], peer: int) -> dist.ProcessGroup:
         messages[peer] += 1
         return self._groups[messages[peer] % len(self._groups)]
 
-    def _begin(
-        self, begin: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, peer: int, operation: str
-    ) -> Pending:
+    def _begin(self, tensor: Tensor, peer: int, operation: str, *, outgoing: bool) -> Pending:
+        group = self._next(self._sends if outgoing else self._receives, peer)
         try:
-            work = begin([tensor], peer, self.tag)
+            work = (group.send if outgoing else group.recv)([tensor], peer, self.tag)
         except RuntimeError as failure:
             raise lost(failure, self.rank, peer, operation, self._timeout) from failure
         return _TorchPending(work, self.rank, peer, operation, self._timeout, self._before_waits)

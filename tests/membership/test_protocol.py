@@ -199,10 +199,10 @@ def test_a_lease_begins_when_the_heartbeat_that_was_echoed_was_sent() -> None:
 # ---- Rules that random schedules do not reach: each has a member that breaks it
 
 
-def levelled_too_late(member_class: type[Member]) -> Ring:
-    """Let results of a ballot arrive after another ballot has decided on less."""
+def asked_to_level(member_class: type[Member], broken: int) -> Ring:
+    """Return five members of which the proposer has asked the last one, which is a unit ahead, for its result."""
     ring = Ring(5, ahead=[4], member_class=member_class)
-    ring.members[0].broken(4, ring.now)
+    ring.members[0].broken(broken, ring.now)
     ring.act(0)
     for who in (1, 2, 3, 4):
         ring.deliver(0, who)
@@ -210,6 +210,12 @@ def levelled_too_late(member_class: type[Member]) -> Ring:
         ring.deliver(who, 0)
     assert isinstance(ring.deliver(0, 1), Level)
     ring.deliver(1, 4)
+    return ring
+
+
+def levelled_too_late(member_class: type[Member]) -> Ring:
+    """Let results of a ballot arrive after another ballot has decided on less."""
+    ring = asked_to_level(member_class, broken=4)
     assert isinstance(ring.wires[4, 1][0], Results)
     late = ring.wires[4, 1].popleft()
     # The proposer and the holder are lost: the next one begins another ballot, which finds nobody with the unit.
@@ -278,15 +284,7 @@ def test_a_value_is_void_once_a_later_ballot_has_levelled() -> None:
 
 def holder_dies_while_it_levels(member_class: type[Member]) -> Ring:
     """Let the holder of the newest result die after one member has got it, and before the proposer hears of that."""
-    ring = Ring(5, ahead=[4], member_class=member_class)
-    ring.members[0].broken(1, ring.now)
-    ring.act(0)
-    for who in (1, 2, 3, 4):
-        ring.deliver(0, who)
-    for who in (1, 2, 3, 4):
-        ring.deliver(who, 0)
-    assert isinstance(ring.deliver(0, 1), Level)
-    ring.deliver(1, 4)
+    ring = asked_to_level(member_class, broken=1)
     assert isinstance(ring.deliver(4, 1), Results)
     ring.kill(4, told=[0])
     ring.deliver_all()
