@@ -133,7 +133,7 @@ def run(
     Returns the number of kills that hit, or None if the run failed or hung otherwise.
     """
     sizes = [world_size] * (len(kills) + 1) if isinstance(world_size, int) else world_size
-    with _store() as port:
+    with store() as port:
         return _attempts(words, sizes, folder, kills, port, deadline)
 
 
@@ -157,7 +157,7 @@ def _attempts(
 
 
 @contextlib.contextmanager
-def _store() -> Iterator[int]:
+def store() -> Iterator[int]:
     """Yield the port of a store in a separate process, which ends with the context or with this process."""
     here, there = socket.socketpair()
     pid = os.fork()

@@ -19,6 +19,7 @@ from pipesgd.options import check_options, check_read, dashed, option
 from pipesgd.pipeline_config import SERVER_STRATEGIES, PipelineConfig
 from pipesgd.rules import (
     CODEC,
+    ELASTIC,
     GRADIENTS,
     LATE,
     NO_WINDOWS,
@@ -60,6 +61,7 @@ MAX_LOSS_SCALE = 2.0**127
 
 DEFAULT_STALL_SECONDS = 30.0
 DEFAULT_FAREWELL_SECONDS = 20.0
+DEFAULT_WAIT_SECONDS = 60.0
 
 
 def dataset_kind(name: str) -> str:
@@ -226,6 +228,12 @@ class RunConfig:
     farewell_seconds: float = option(DEFAULT_FAREWELL_SECONDS, at_least=0)
     """Seconds that the ranks have to write a last checkpoint after Ctrl-C, SIGTERM, SIGHUP or SIGQUIT; 0 ends them
     at once."""
+    elastic: int | None = option(None, at_least=1)
+    """Least number of ranks with which training goes on when others are lost: those who remain sum again what is
+    missing, and take over the samples. It needs --transport tcp or tls, and torchrun's place is taken by pipesgd.launch
+    --elastic, since torchrun ends all ranks when one is lost. By default the loss of a rank ends the run."""
+    wait: float = option(DEFAULT_WAIT_SECONDS, at_least=0)
+    """Seconds that ranks without a majority wait for the others before they end with exit code 75; with --elastic."""
     check_replicas: int | None = option(None, at_least=1)
     """Iterations between comparisons of a hash of all ranks' weights; by default only at the end."""
     evaluate_iterations: int | None = option(None, at_least=1)
@@ -290,6 +298,8 @@ class TrainConfig:
         if self.planning.wanted:
             self._check_planning(options)
         check_rules(options, TRAINING)
+        if self.run.elastic is not None:
+            check_rules(options, ELASTIC)
 
     def _options(self) -> Any:
         """Return all options as the attributes of one object, and what rules between them ask besides."""

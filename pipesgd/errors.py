@@ -11,6 +11,8 @@ PipesgdError
     │   └── PeerFailed                         a peer has failed, as it or another rank says
     ├── OutOfStepError                         the ranks are in different calls or iterations
     ├── StoppedBySignal                        a signal such as Ctrl-C ended it in order: 128 and its number
+    ├── LeftBehind                             the other members go on without this process
+    ├── NotEnoughMembers                       too few members are left to go on: exit code 75
     ├── NonFiniteGradientError                 NaN or infinity in a gradient
     └── ReplicasDivergedError                  the true weights differ between ranks
 """
@@ -138,6 +140,24 @@ class StoppedBySignal(RunError):  # noqa: N818 (named after what happened)
             "there is no checkpoint yet" if self.newest is None else f"--resume continues after iteration {self.newest}"
         )
         return f"stopped by {self.signal}{where} without a farewell checkpoint, since {self.without}; {last}"
+
+
+class LeftBehind(RunError):  # noqa: N818 (named after what happened)
+    """The other members of an elastic run go on without this process, because of ``why``."""
+
+    def __init__(self, rank: int, why: str, iteration: int | None):
+        self.rank = rank
+        self.why = why
+        self.iteration = iteration
+        super().__init__(rank, why, iteration)
+
+    def __str__(self) -> str:
+        where = "" if self.iteration is None else f" in iteration {self.iteration}"
+        return f"rank {self.rank}: {self.why}{where}; the others go on, and a restart of the job takes it in again"
+
+
+class NotEnoughMembers(RunError):  # noqa: N818 (named after what happened)
+    """Too few members of an elastic run are left, or in reach, to go on; the message says how many."""
 
 
 class OutOfStepError(RunError):

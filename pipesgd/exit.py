@@ -18,6 +18,8 @@ from pipesgd.cli import HelpRequested, secret_file
 from pipesgd.errors import (
     CommunicationError,
     DisagreementError,
+    LeftBehind,
+    NotEnoughMembers,
     PeerFailed,
     PipesgdError,
     RunError,
@@ -45,7 +47,7 @@ from pipesgd.process import (
 from pipesgd.ranks import Ranks, join
 from pipesgd.run.console import Screen, screen
 
-EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_TRY_AGAIN = 1, 2, 75
 
 SIGNAL_NAMES: dict[int, str] = {
     signal.SIGINT: "Ctrl-C",
@@ -137,8 +139,8 @@ class _Signals:
 def run_and_exit(command: Callable[[Sequence[str], Ranks, Screen], None], argv: Sequence[str]) -> NoReturn:
     """Join the ranks, run ``command``, and exit.
 
-    Exit codes: 0 done, 141 done without a reader (``process.let_go``), 2 the input was wrong, 1 the run failed, 130
-    Ctrl-C, 143 SIGTERM, 129 SIGHUP, 131 SIGQUIT.
+    Exit codes: 0 done, 141 done without a reader (``process.let_go``), 2 the input was wrong, 1 the run failed, 75 too
+    few members are left of an elastic run, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 131 SIGQUIT.
     """
     accept_all_text()
     code, unread = _run(command, argv, _Signals()), _flush()
@@ -219,7 +221,7 @@ def reason_of(failure: BaseException, ranks: Ranks | None) -> str:
     if isinstance(failure, Terminated):
         name = SIGNAL_NAMES[failure.number]
         text = f"told to stop ({name}){_where(ranks)}: another rank has failed, or somebody has stopped the job"
-    return text if text.startswith("rank ") else f"rank {0 if ranks is None else ranks.rank}: {text}"
+    return text if text.startswith("rank ") else f"rank {0 if ranks is None else ranks.number(ranks.rank)}: {text}"
 
 
 def _where(ranks: Ranks | None) -> str:
@@ -255,6 +257,14 @@ def _explained(failure: BaseException, ranks: Ranks | None) -> int:
         if ranks is not None:
             ranks.wait_until_all_have_spoken()
         return 128 + next((number for number, name in SIGNAL_NAMES.items() if name == failure.signal), signal.SIGTERM)
+    if isinstance(failure, NotEnoughMembers | LeftBehind):
+        asked = None if ranks is None else ranks.standing.farewell.requested
+        say(str(failure) if asked is None else f"{failure} ({asked})")
+        _leave_word(ranks, str(failure))
+        if isinstance(failure, NotEnoughMembers):
+            return EXIT_TRY_AGAIN
+        codes = (128 + number for number, name in SIGNAL_NAMES.items() if name == asked)
+        return next(codes, EXIT_FAILED)
     if isinstance(failure, UserInputError) and (ranks is None or failure.known_to_all):
         if rank == 0 or isinstance(failure, DisagreementError):
             say(f"error: {failure}")

@@ -29,7 +29,10 @@ HELP = """Start the ranks of one machine, as torchrun does and with its options.
 Run the same command on every machine, with its own --node-rank. It exits with
 the code of the rank that failed first: 2 if its input was wrong, 1 if it
 failed, 130 after Ctrl-C, 143 after SIGTERM, 137 after SIGKILL. LOGLEVEL=INFO
-shows what torch's agent logs."""
+shows what torch's agent logs.
+
+With --elastic, no rank is ended because another one was lost, as pipesgd.train
+--elastic needs it; the exit code is 0 if a rank has finished the training."""
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 PORT = 29500
@@ -50,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
-        _launch(argv)
+        return _launch(argv)
     except UserInputError as error:
         say(f"error: {error}")
         return EXIT_BAD_INPUT
@@ -65,7 +68,6 @@ def main(argv: Sequence[str]) -> int:
     except (RunError, RendezvousError, DistError) as failure:
         say(f"error: {failure}")
         return EXIT_FAILED
-    return 0
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -74,8 +76,8 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _launch(argv: Sequence[str]) -> None:
-    """Start this machine's ranks and wait for their end.
+def _launch(argv: Sequence[str]) -> int:
+    """Start this machine's ranks, wait for their end, and return an exit code.
 
     Raises:
         UserInputError: an option is wrong; nothing was started.
@@ -107,6 +109,18 @@ def _launch(argv: Sequence[str]) -> None:
             raise UserInputError(f"options must be such as torchrun takes; {said}") from problem
         if threads is None and config.nproc_per_node > 1:
             say("each rank computes with one thread; OMP_NUM_THREADS=2 gives it two, and so on")
+        if given.elastic:
+            from pipesgd.elastic.launch import launch_elastic
+
+            return launch_elastic(
+                str(program),
+                words,
+                ranks=config.nproc_per_node,
+                machine=given.node_rank,
+                machines=machines,
+                host=given.master_addr,
+                port=given.master_port if several else None,
+            )
         if several:
             rendezvous_handler_registry.register(BACKEND, meeting)
             config.rdzv_backend = BACKEND
@@ -114,6 +128,7 @@ def _launch(argv: Sequence[str]) -> None:
         elastic_launch(config, program)(*words)
     if several and given.node_rank:
         say(f"machine {given.node_rank} of {machines}: done")
+    return 0
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -130,6 +145,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
     parser.usage, parser.description = "python -m pipesgd.launch [torchrun's options] [-m] PROGRAM [its options]", HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False
+    parser.add_argument("--elastic", action="store_true", help="end no rank because another one was lost")
     for action in parser._actions:  # names with _ are understood, too
         action.option_strings = [name for name in action.option_strings if "_" not in name]
     parser.error = error  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,8 @@ class Ranks:
     ``all_gather_object`` and ``raise_together`` must be called by all ranks in the same order.
     """
 
+    is_elastic: ClassVar[bool] = False
+    """True if some of these ranks may be lost while the others go on."""
     rank: int
     """Number of this rank, from 0."""
     world_size: int
@@ -101,6 +103,9 @@ class Ranks:
     numbers: tuple[int, ...] = ()
     """Numbers of these ranks in torch's default process group, if they are those of another group, of which each is
     counted from 0; empty if they are those of the default group."""
+    still: Callable[[], None] | None = None
+    """Function that raises an error once what these ranks do together is over, called in long waits; None if nothing
+    ends it but their failure."""
     _gathers: int = field(default=0, init=False)
     _process_groups: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
@@ -211,6 +216,15 @@ class Ranks:
         self._failure = error
         for listener in list(self._listeners):
             listener(error)
+
+    def stand_down(self) -> None:
+        """Neither watch other ranks any more, nor tell or ask them anything: others do so from now on."""
+        self._listeners.clear()
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = self._reports = None
+        self._calls = self._all_attempts = BoundedStore(dist.HashStore(), lambda: self.timeout)
+        self.world_size = self.job_size = 0  # nobody is to be heard
 
     def silent(self) -> dict[int, float]:
         """Return the seconds since the last heartbeat of each rank known to be silent, without any input or output."""

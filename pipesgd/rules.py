@@ -181,6 +181,20 @@ PLANNING: tuple[Rule, ...] = (
 """Options that the timing model does not cover. ``planned`` names the first option that asks for it; ``searched`` has
 those of ``auto`` but fragments; ``asked_outer`` is None where the outer optimizer is by default."""
 
+_SUMMED_AGAIN = " with --elastic, which sums again what a lost rank has left unfinished; got "
+ELASTIC: tuple[Rule, ...] = (
+    (lambda o: o.strategy != "pipelined", "strategy must be pipelined with --elastic; got {o.strategy}"),
+    (lambda o: o.transport == "gloo",
+     "transport must be tcp or tls with --elastic, since gloo's waits cannot be ended; got gloo"),
+    (lambda o: o.all_reduce_name != "ring", f"all-reduce must be ring{_SUMMED_AGAIN}{{o.all_reduce_name}}"),
+    (lambda o: o.codec in ("topk", "powersgd"),
+     f"codec must be one that sends every value, such as int4,{_SUMMED_AGAIN}{{o.codec}}"),
+    (lambda o: o.reduce != "matrix", f"reduce must be matrix{_SUMMED_AGAIN}{{o.reduce}}"),
+    (lambda o: o.asked, "{o.asked} must be left out with --elastic, which knows no windows yet; got it"),
+    (lambda o: o.trace, "trace must be left out with --elastic, since its file has a row for each rank; got True"),
+)  # fmt: skip
+"""Options with which a run may lose ranks."""
+
 _OF_THE_LOOP = ", since a loop with DistributedDataParallel has its own "
 IN_DDP: tuple[Rule, ...] = (
     (lambda o: o.guard, f"guard must be left out{_OF_THE_LOOP}steps; got True"),
@@ -191,7 +205,7 @@ IN_DDP: tuple[Rule, ...] = (
 )  # fmt: skip
 """Options of a loop of the user's own with DistributedDataParallel."""
 
-TABLES = (CODEC, PARTS, REDUCE, OUTER, WINDOWS, GRADIENTS, NO_WINDOWS, LATE, TRAINING, PLANNING, IN_DDP)
+TABLES = (CODEC, PARTS, REDUCE, OUTER, WINDOWS, GRADIENTS, NO_WINDOWS, LATE, TRAINING, PLANNING, ELASTIC, IN_DDP)
 """All tables."""
 
 

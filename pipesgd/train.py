@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from rich.console import Console
@@ -131,7 +131,7 @@ def train(argv: Sequence[str], ranks: Ranks, console: Screen) -> None:
         return
 
     # 3. Train, starting from where an earlier run of the same command stopped.
-    with Run(job) as run:
+    with run_of(job) as run:
         run.resume()
         run.train()
         result = run.finish()
@@ -207,7 +207,10 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         say(console, f"--reduce auto: {named_exchanges or none}")
     if known is not None and config.planning.auto:
         save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
-    ranks.start_process_group(chosen.run.device, chosen.timeout)
+    if chosen.run.elastic is None:
+        ranks.start_process_group(chosen.run.device, chosen.timeout)
+    else:
+        ranks = workers = as_members(chosen, ranks, device)
     model.to(device)
     optimization = chosen.optimization.for_ranks(workers.world_size)
     optimizer = build_optimizer(optimization, model)
@@ -228,6 +231,15 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         recorders=recorders,
         lock=lock,
     )
+
+
+def run_of(job: Job) -> Run:
+    """Return the run of ``job``, which goes on without ranks that are lost if it is elastic."""
+    if job.config.run.elastic is None:
+        return Run(job)
+    from pipesgd.elastic.run import ElasticRun
+
+    return ElasticRun(job)
 
 
 def own_recorders(config: TrainConfig, ranks: Ranks) -> list[OwnRecorder]:
@@ -374,17 +386,12 @@ class Run:
             seconds=config.run.checkpoint_seconds,
             start=self.start,
         )
-        samples = self._stack.enter_context(contextlib.closing(job.batches.from_iteration(self.start, job.device)))
+        self._samples = job.batches.from_iteration(self.start, job.device)
+        self._stack.callback(lambda: self._samples.close())
         if job.workers.rank == 0:
             job.say(describe(config, ranks, job.model, total=job.iterations, start=self.start))
             ranks.enter("reading of earlier metrics")
-            writer = self._stack.enter_context(MetricsWriter(job.folder, start=self.start))
-            self._history = writer.history
-            self._attempts = self._begin_attempt(run_again=writer.dropped)
-            self._recorders.append(writer)
-            bar = ProgressBar(job.console, total=job.iterations, start=self.start)
-            self._recorders.append(self._stack.enter_context(bar))
-            self._recorders += [self._stack.enter_context(contextlib.closing(one)) for one in job.recorders]
+            self._begin_records(self.start)
         # Pushed last, so it runs first: the others must not take this rank for dead while it closes the rest.
         self._stack.push(functools.partial(report_failure, ranks))
         drift = self._drift()
@@ -395,23 +402,39 @@ class Run:
         self._begin = self._last - self.state.seconds
         farewell = ranks.standing.farewell
         farewell.open(members=job.workers.world_size, start=self.start, seconds=config.run.farewell_seconds)
-        for iteration in range(self.start, job.iterations):
-            if farewell.is_due(iteration):
-                raise say_farewell(ranks, iteration, self.save_checkpoint)
-            metrics = self._iterate(iteration, samples)
-            done = iteration + 1
+        done = self.start
+        while done < self.job.iterations:
+            if self._ends_before(done):
+                raise say_farewell(ranks, done, self.save_checkpoint)
+            metrics = self._iterate(done, self._samples)
+            done += 1
             for recorder in self._recorders:
                 recorder.record(metrics)
             if config.run.check_replicas and done % config.run.check_replicas == 0:
                 with self.strategy.true_weights():
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
-            if checkpoint_schedule.is_due(done, time.perf_counter() - self._last) or done == job.iterations:
+            if checkpoint_schedule.is_due(done, time.perf_counter() - self._last) or done == self.job.iterations:
                 self.save_checkpoint(done)
             synchronous = metrics.width < config.pipeline.width
             if drift and (line := drift.observe(metrics.seconds["iteration"], synchronous=synchronous)):
                 job.say(line)
             self._last = time.perf_counter()
         farewell.is_open = False
+
+    def _ends_before(self, iteration: int) -> bool:
+        """Return True if the run stops before ``iteration``, as a signal has asked any rank to."""
+        return self.job.ranks.standing.farewell.is_due(iteration)
+
+    def _begin_records(self, start: int) -> None:
+        """Let this rank, which is the first one, record iterations from ``start`` on."""
+        job = self.job
+        writer = self._stack.enter_context(MetricsWriter(job.folder, start=start))
+        self._history = writer.history
+        self._attempts = self._begin_attempt(run_again=writer.dropped)
+        self._recorders.append(writer)
+        bar = ProgressBar(job.console, total=job.iterations, start=start)
+        self._recorders.append(self._stack.enter_context(bar))
+        self._recorders += [self._stack.enter_context(contextlib.closing(one)) for one in job.recorders]
 
     def _trace(self) -> Trace | None:
         """Return the trace of this rank's spans, if it is asked for."""
@@ -591,7 +614,7 @@ class Run:
                     save_atomically(job.model.state_dict(), path)
             job.workers.all_gather_object("written weights", None)
         if job.workers.rank == 0:
-            summary = summarize(config, job.ranks, result, self._history)
+            summary = summarize(config, job.ranks, result, self._history) | self._summary_of_members()
             if nothing_new:
                 summary |= measured_before(folder / output.SUMMARY_FILE, job.workers.world_size)
             if planned is not None:
@@ -632,6 +655,10 @@ class Run:
         if job.workers.rank > 0 and job.workers.local_rank == 0:  # on its machine nothing else says that all is well
             where = job.ranks.addresses()[0].partition(" ")[0]  # without its interface
             say_on_stderr(f"rank {job.workers.rank}: done; results are on {where} in {ends[0][0]}")
+
+    def _summary_of_members(self) -> dict[str, Any]:
+        """Return what summary.json has about changes of members."""
+        return {}
 
     def _write_report(self) -> None:
         """Write the report of the run, or warn if that is impossible: ``pipesgd report`` can write it later."""
@@ -711,6 +738,17 @@ def agree_on_configuration(argv: Sequence[str], ranks: Ranks) -> TrainConfig:
     config = ranks.raise_together("options", own)
     check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
     return config
+
+
+def as_members(config: TrainConfig, ranks: Ranks, device: torch.device) -> Ranks:
+    """Return the members that ``ranks`` become. Collective."""
+    from pipesgd.elastic.ranks import elastic
+
+    run = config.run
+    assert run.elastic is not None
+    if run.device == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+    return elastic(ranks, device, transport=config.wire.transport, least=run.elastic, wait=run.wait)
 
 
 def who_works(config: TrainConfig, ranks: Ranks) -> Ranks:

@@ -257,7 +257,7 @@ class Trainer:
         units = range(action.first, action.last + 1)
         if action.first > self.newest - RESULTS_KEPT and all(unit in self._results for unit in units):
             results = {unit: self._results[unit] for unit in units}
-            self._network.send(self.me, action.to, Results(action.generation, action.ballot, results))
+            self._network.send(self.me, action.to, Results(action.generation, action.ballot, results, action.last + 1))
 
     def _enter(self, record: Record, now: float) -> None:
         if isinstance(self.machine, Newcomer):

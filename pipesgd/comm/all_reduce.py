@@ -210,6 +210,20 @@ class ScheduledAllReduce:
     def wire_bytes(self, flat: Tensor) -> int:
         return self._plan(flat).wire_bytes
 
+    def encoded_sum(self, flat: Tensor) -> Tensor:
+        """Return the bytes that all ranks have decoded the last sum of a buffer like ``flat`` from, uint8.
+
+        They are there until the next sum. An exact sum is its own encoding, and is not asked for here.
+        """
+        assert not self._codec.in_place
+        return self._plan(flat).wire
+
+    def decode_sum(self, encoded: Tensor, flat: Tensor) -> None:
+        """Replace ``flat`` by the sum that another rank has of it, given what its ``encoded_sum`` has returned."""
+        for event in self._plan(flat).events:
+            if event.last:
+                self._codec.decode(encoded[event.segment.wire], flat[event.segment.values])
+
     def _encode(
         self,
         encoding: _Encoding,

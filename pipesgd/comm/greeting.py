@@ -20,7 +20,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from pipesgd.errors import CommunicationError, DeadlineExceeded, warn
@@ -36,6 +36,8 @@ STRANGER_SECONDS = 5.0
 """Seconds that who has connected may take for its greeting."""
 MOST_STRANGERS = 64
 """Connections without a greeting that a rank has at a time, besides one from each rank; the oldest makes room."""
+LOOK_SECONDS = 0.02
+"""Longest time in seconds between two looks whether a meeting is still wanted, where it may end to be."""
 AGAIN_SECONDS = 0.05
 """Seconds until a rank connects again whose connection was closed: the listener may have had too many strangers."""
 
@@ -79,105 +81,107 @@ def connect(ranks: Ranks, timeout: float, wrap: Wrap | None) -> dict[int, socket
     try:
         return meeting.connections()
     except CommunicationError as failure:
-        meeting.close(failed=True)
+        meeting.end(failed=True)
         failure.name_ranks(ranks.number)
         raise
     finally:
-        meeting.close(failed=False)
+        meeting.end(failed=False)
 
 
-class _Meeting:
-    """The attempts of a rank to connect to all others, in one thread."""
+class Greeter:
+    """The attempts of a rank to connect to others, and of others to connect to it, in one thread.
 
-    def __init__(self, ranks: Ranks, end: float, wrap: Wrap | None):
-        self._ranks = ranks
-        self._seconds = end - time.monotonic()
-        self._end = end
+    Whoever drives it polls what it ``waits_for``, and calls ``handle`` and ``expire``.
+
+    Args:
+        own: this rank.
+        places: address and port of each rank's listener.
+        tokens: the random value that each listener has made known to the ranks alone.
+        listener: this rank's listener.
+        secret: what the proofs depend on besides, the same on all ranks; empty if there is none.
+        wrap: function that puts TLS on a socket; None for connections in clear.
+        number: function that returns the number by which messages name a rank.
+    """
+
+    def __init__(
+        self,
+        own: int,
+        places: Sequence[tuple[str, int]],
+        tokens: Sequence[bytes],
+        listener: socket.socket,
+        *,
+        secret: bytes,
+        wrap: Wrap | None,
+        number: Callable[[int], int],
+    ):
+        self._rank = own
+        self._places = places
+        self._listener = listener
         self._wrap = wrap
-        self._found: dict[int, socket.socket] = {}
+        self._number = number
         self._attempts: list[_Attempt] = []
-        self._again: dict[int, float] = dict.fromkeys(range(ranks.rank), 0.0)
-        """Ranks to connect to, and the times at which to do so."""
-        self._problem: dict[int, str] = {}
-        """Reason why the last attempt with a rank has failed."""
         self._refused: list[str] = []
         """Addresses that were refused, with the reason."""
-        host = ranks.addresses()[ranks.rank].partition(" ")[0]
-        try:
-            (self._listener,) = opened(lambda: (_listening(host),))
-        except OSError as problem:
-            reason = f"cannot listen at {host}: {_words(problem)}"
-            error = CommunicationError(rank=ranks.rank, peer=None, operation="connection", reason=reason)
-            error.name_ranks(ranks.number)
-            raise error from problem
-        port = self._listener.getsockname()[1]
-        published = [host, port, secrets.token_hex(32)]
-        everybody = ranks.all_gather_object("sockets", published)
-        self._places = [(str(one[0]), int(one[1])) for one in everybody]
-        tokens = [bytes.fromhex(str(one[2])) for one in everybody]
         self._session = hashlib.sha256(b"".join(tokens)).digest()[:16]
-        secret = b"" if ranks.secret is None else ranks.secret.key("greetings")
         self._keys = [hmac.digest(secret, token, hashlib.sha256) for token in tokens]
         """Key of the proofs that a listener gives and takes, by its rank."""
 
-    def connections(self) -> dict[int, socket.socket]:
-        """Return the connections to all other ranks, once all are there."""
-        everybody = {*range(self._ranks.world_size)} - {self._ranks.rank}
-        while missing := sorted(everybody - self._found.keys()):
-            now = time.monotonic()
-            if now >= self._end:
-                self._give_up(missing[0])
-            for rank in [rank for rank, at in self._again.items() if at <= now]:
-                del self._again[rank]
-                self._connect(rank)
-            self._poll(min([self._end, *self._again.values(), *(one.until for one in self._attempts)]) - now)
-        if self._refused:
-            number = len(self._refused)
-            connections = "1 connection that was" if number == 1 else f"{number} connections that were"
-            warn(f"rank {self._own} has refused {connections} no rank's, first from {self._refused[0]}")
-        return self._found
+    # ---- What happens to connections
 
-    def close(self, *, failed: bool) -> None:
-        """End what is not needed any more; if the meeting has ``failed``, its connections, too."""
+    def _may_come(self, rank: int) -> bool:
+        """Return True if a connection from ``rank`` is expected."""
+        raise NotImplementedError
+
+    def _connected(self, rank: int, sock: socket.socket) -> None:
+        """Take a connection to ``rank``, which does not block."""
+        raise NotImplementedError
+
+    def _not_connected(self, rank: int, problem: Exception, reason: str) -> None:
+        """Note that this rank could not connect to ``rank``, because of a ``problem`` that ``reason`` describes."""
+        raise NotImplementedError
+
+    # ---- For whoever drives it
+
+    def waits_for(self) -> dict[int, int]:
+        """Return the events to poll for, by descriptor."""
+        return {self._listener.fileno(): select.POLLIN} | {one.sock.fileno(): one.events for one in self._attempts}
+
+    def handle(self, fd: int) -> None:
+        """Do what can be done after an event of ``fd``."""
+        if fd == self._listener.fileno():
+            self._accept()
+            return
+        for attempt in self._attempts:  # else it has made room meanwhile
+            if attempt.sock.fileno() == fd:
+                self._continue(attempt)
+                return
+
+    def expire(self, now: float) -> None:
+        """End the attempts that take too long."""
+        for one in [one for one in self._attempts if now >= one.until]:
+            self._failed(one, TimeoutError(f"no greeting within {STRANGER_SECONDS:g} s"))
+
+    @property
+    def ends(self) -> list[float]:
+        """Times at which attempts take too long."""
+        return [one.until for one in self._attempts]
+
+    def call(self, rank: int, until: float) -> None:
+        """Begin to connect to a lower rank."""
+        self._begin_call(rank, until, self._call)
+
+    def close(self) -> None:
+        """End the listener and all attempts."""
         for one in (self._listener, *(attempt.sock for attempt in self._attempts)):
             close(one)
         self._attempts = []
-        for sock in self._found.values() if failed else ():
-            close(sock)
 
-    @property
-    def _own(self) -> int:
-        return self._ranks.number(self._ranks.rank)
-
-    def _give_up(self, peer: int) -> None:
-        reason = f"no answer within {self._seconds:g} s"
-        if peer in self._problem:
-            reason += f" ({self._problem[peer]})"
-        if self._refused:
-            reason += f"; refused a connection from {self._refused[0]}"
-        raise DeadlineExceeded(rank=self._ranks.rank, peer=peer, operation="connection", reason=reason)
-
-    def _poll(self, seconds: float) -> None:
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        attempts = {one.sock.fileno(): one for one in self._attempts}
-        for fd, one in attempts.items():
-            poll.register(fd, one.events)
-        for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 1):
-            if fd not in attempts:
-                self._accept()
-            elif attempts[fd] in self._attempts:  # else it has made room meanwhile
-                self._continue(attempts[fd])
-        now = time.monotonic()
-        for one in [one for one in self._attempts if now >= one.until]:
-            self._failed(one, f"no greeting within {STRANGER_SECONDS:g} s")
-
-    def _connect(self, rank: int) -> None:
+    def _begin_call(self, rank: int, until: float, steps: Callable[[_Attempt, Place], Steps]) -> None:
         family, place = numeric(*self._places[rank])
         (sock,) = opened(lambda: (socket.socket(family, socket.SOCK_STREAM),))
         sock.setblocking(False)
-        attempt = _Attempt(sock, at_port(*self._places[rank]), rank, self._end)
-        attempt.steps = self._call(attempt, place)
+        attempt = _Attempt(sock, at_port(*self._places[rank]), rank, until)
+        attempt.steps = steps(attempt, place)
         self._attempts.append(attempt)
         self._continue(attempt)
 
@@ -192,8 +196,8 @@ class _Meeting:
             close(sock)
             return
         strangers = [one for one in self._attempts if one.peer is None and not one.is_known]
-        if len(strangers) >= MOST_STRANGERS + self._ranks.world_size:
-            self._failed(strangers[0], "too many others connected")
+        if len(strangers) >= MOST_STRANGERS + len(self._places):
+            self._failed(strangers[0], _Refused("too many others connected"))
         sock.setblocking(False)
         attempt = _Attempt(sock, at_port(*place[:2]), None, time.monotonic() + STRANGER_SECONDS)
         attempt.steps = self._answer(attempt)
@@ -206,36 +210,26 @@ class _Meeting:
             attempt.events = next(attempt.steps)
         except StopIteration as done:
             self._attempts.remove(attempt)
-            self._found[done.value] = attempt.sock
-        except _Refused as refusal:
-            self._failed(attempt, str(refusal), is_final=True)
-        except OSError as problem:
-            # Else the other end has closed the connection, which it does without a word if it has too many.
-            gone = ssl.SSLEOFError | ssl.SSLZeroReturnError
-            is_final = isinstance(problem, ssl.SSLError) and not isinstance(problem, gone)
-            self._failed(attempt, _words(problem), is_final=is_final)
+            self._connected(done.value, attempt.sock)
+        except (_Refused, OSError) as problem:
+            self._failed(attempt, problem)
 
-    def _failed(self, attempt: _Attempt, reason: str, *, is_final: bool = False) -> None:
+    def _failed(self, attempt: _Attempt, problem: Exception) -> None:
         self._attempts.remove(attempt)
         close(attempt.sock)
-        if attempt.peer is None:
-            if "another" in reason and not any("another" in one for one in self._refused):  # it will say so, too
-                warn(f"rank {self._own} refuses a connection from {attempt.place}: {reason}")
-            self._refused.append(f"{attempt.place} ({reason})")
+        reason = _words(problem) if isinstance(problem, OSError) else str(problem)
+        if attempt.peer is not None:
+            self._not_connected(attempt.peer, problem, reason)
             return
-        self._problem[attempt.peer] = reason
-        if is_final:
-            reason = f"{attempt.place}: {reason}"
-            raise CommunicationError(
-                rank=self._ranks.rank, peer=attempt.peer, operation="connection", reason=reason
-            ) from None
-        self._again[attempt.peer] = time.monotonic() + AGAIN_SECONDS
+        if "another" in reason and not any("another" in one for one in self._refused):  # it will say so, too
+            warn(f"rank {self._number(self._rank)} refuses a connection from {attempt.place}: {reason}")
+        self._refused.append(f"{attempt.place} ({reason})")
 
     # ---- Greetings
 
     def _call(self, attempt: _Attempt, place: Place) -> Steps:
         """Connect to a lower rank and greet it."""
-        own, peer = self._ranks.rank, attempt.peer
+        own, peer = self._rank, attempt.peer
         assert peer is not None
         number = attempt.sock.connect_ex(place)
         if number == errno.EINPROGRESS:
@@ -256,10 +250,10 @@ class _Meeting:
 
     def _answer(self, attempt: _Attempt) -> Steps:
         """Hear the greeting of who has connected, and greet it."""
-        own = self._ranks.rank
+        own = self._rank
         yield from self._secured(attempt, accepted=True)
         magic, session, rank, theirs, _ = HELLO.unpack((yield from _receive(attempt.sock, HELLO.size)))
-        if (magic, session) != (MAGIC, self._session) or not own < rank < self._ranks.world_size:
+        if (magic, session) != (MAGIC, self._session) or not own < rank < len(self._places):
             raise _Refused("it is no rank of this job")
         attempt.is_known = True
         nonce = secrets.token_bytes(32)
@@ -268,8 +262,8 @@ class _Meeting:
         shown = yield from _receive(attempt.sock, PROOF_BYTES)
         if not hmac.compare_digest(shown, self._proof(b"caller", own, rank, theirs + nonce)):
             raise _Refused("it has another secret")
-        if rank in self._found:
-            raise _Refused(f"rank {self._ranks.number(rank)} is connected already")
+        if not self._may_come(rank):
+            raise _Refused(f"rank {self._number(rank)} is connected already")
         return int(rank)
 
     def _secured(self, attempt: _Attempt, *, accepted: bool) -> Generator[int, None, None]:
@@ -285,6 +279,115 @@ class _Meeting:
     def _proof(self, side: bytes, listener: int, caller: int, nonces: bytes) -> bytes:
         text = side + self._session + struct.pack("<II", listener, caller) + nonces
         return hmac.digest(self._keys[listener], text, hashlib.sha256)
+
+
+class _Meeting(Greeter):
+    """The meeting of all ranks, at which each connects to all others."""
+
+    def __init__(self, ranks: Ranks, end: float, wrap: Wrap | None):
+        self._ranks = ranks
+        self._seconds = end - time.monotonic()
+        self._end = end
+        self._found: dict[int, socket.socket] = {}
+        self._again: dict[int, float] = dict.fromkeys(range(ranks.rank), 0.0)
+        """Ranks to connect to, and the times at which to do so."""
+        self._problem: dict[int, str] = {}
+        """Reason why the last attempt with a rank has failed."""
+        listener, published = listening(ranks)
+        try:
+            everybody = ranks.all_gather_object("sockets", published)
+        except BaseException:
+            close(listener)
+            raise
+        places, tokens = places_and_tokens(everybody)
+        secret = greeting_secret(ranks)
+        super().__init__(ranks.rank, places, tokens, listener, secret=secret, wrap=wrap, number=ranks.number)
+
+    def connections(self) -> dict[int, socket.socket]:
+        """Return the connections to all other ranks, once all are there."""
+        everybody = {*range(self._ranks.world_size)} - {self._rank}
+        while missing := sorted(everybody - self._found.keys()):
+            now = time.monotonic()
+            if now >= self._end:
+                self._give_up(missing[0])
+            for rank in [rank for rank, at in self._again.items() if at <= now]:
+                del self._again[rank]
+                self.call(rank, self._end)
+            self._poll(min([self._end, *self._again.values(), *self.ends]) - now)
+        if self._refused:
+            number = len(self._refused)
+            connections = "1 connection that was" if number == 1 else f"{number} connections that were"
+            own = self._number(self._rank)
+            warn(f"rank {own} has refused {connections} no rank's, first from {self._refused[0]}")
+        return self._found
+
+    def end(self, *, failed: bool) -> None:
+        """End what is not needed any more; if the meeting has ``failed``, its connections, too."""
+        self.close()
+        for sock in self._found.values() if failed else ():
+            close(sock)
+
+    def _give_up(self, peer: int) -> None:
+        reason = f"no answer within {self._seconds:g} s"
+        if peer in self._problem:
+            reason += f" ({self._problem[peer]})"
+        if self._refused:
+            reason += f"; refused a connection from {self._refused[0]}"
+        raise DeadlineExceeded(rank=self._rank, peer=peer, operation="connection", reason=reason)
+
+    def _poll(self, seconds: float) -> None:
+        poll = select.poll()
+        for fd, events in self.waits_for().items():
+            poll.register(fd, events)
+        if (still := self._ranks.still) is not None:  # nothing wakes this thread
+            still()
+            seconds = min(seconds, LOOK_SECONDS)
+        for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 1):
+            self.handle(fd)
+        self.expire(time.monotonic())
+
+    def _may_come(self, rank: int) -> bool:
+        return rank not in self._found
+
+    def _connected(self, rank: int, sock: socket.socket) -> None:
+        self._found[rank] = sock
+
+    def _not_connected(self, rank: int, problem: Exception, reason: str) -> None:
+        self._problem[rank] = reason
+        # Else the other end has closed the connection, which it does without a word if it has too many.
+        gone = ssl.SSLEOFError | ssl.SSLZeroReturnError
+        if isinstance(problem, _Refused) or (isinstance(problem, ssl.SSLError) and not isinstance(problem, gone)):
+            reason = f"{at_port(*self._places[rank])}: {reason}"
+            raise CommunicationError(rank=self._rank, peer=rank, operation="connection", reason=reason) from None
+        self._again[rank] = time.monotonic() + AGAIN_SECONDS
+
+
+def listening(ranks: Ranks) -> tuple[socket.socket, list[str | int]]:
+    """Return a listener at this rank's address, and what others must know of it: host, port and a random value.
+
+    Raises:
+        CommunicationError: nothing can listen there.
+    """
+    host = ranks.addresses()[ranks.rank].partition(" ")[0]
+    try:
+        (listener,) = opened(lambda: (_listening(host),))
+    except OSError as problem:
+        reason = f"cannot listen at {host}: {_words(problem)}"
+        error = CommunicationError(rank=ranks.rank, peer=None, operation="connection", reason=reason)
+        error.name_ranks(ranks.number)
+        raise error from problem
+    return listener, [host, listener.getsockname()[1], secrets.token_hex(32)]
+
+
+def places_and_tokens(everybody: Sequence[Sequence[str | int]]) -> tuple[list[tuple[str, int]], list[bytes]]:
+    """Return address and port of each rank's listener, and its random value, of what ``listening`` has returned."""
+    places = [(str(one[0]), int(one[1])) for one in everybody]
+    return places, [bytes.fromhex(str(one[2])) for one in everybody]
+
+
+def greeting_secret(ranks: Ranks) -> bytes:
+    """Return what the proofs of ``ranks`` depend on; empty without a secret of the job."""
+    return b"" if ranks.secret is None else ranks.secret.key("greetings")
 
 
 def _listening(host: str) -> socket.socket:

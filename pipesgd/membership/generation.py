@@ -61,7 +61,8 @@ class Lost:
 class Record:
     """Generation ``number``: its members hold the result of every unit up to ``base``, and the same weights there.
 
-    Iterations from ``first`` on use the last span, those before it the older ones.
+    Iterations from ``first`` on use the last span, those before it the older ones. A unit may be a whole gradient, a
+    part of one, or an exchange of something else; the base completes the gradients of all iterations below ``settled``.
     """
 
     number: int
@@ -72,9 +73,10 @@ class Record:
     spans: tuple[Span, ...]
     lost: tuple[Lost, ...] = ()
     """Members of the generation before that are not in this one."""
+    settled: int = 0
 
     def span(self, iteration: int) -> Span:
-        """Return the span of ``iteration``, which must be above the base."""
+        """Return the span of ``iteration``, which must not be settled."""
         return next(span for span in reversed(self.spans) if span.first <= iteration)
 
     def slice_of(self, iteration: int, member: int) -> int | None:
@@ -86,10 +88,12 @@ class Record:
         return tuple(member for member in self.span(iteration).members if member in self.members)
 
 
-def first_record(members: Iterable[int]) -> Record:
-    """Return generation 0, whose members hold nothing yet."""
+def first_record(members: Iterable[int], start: int = 0, given_back: tuple[int, ...] = (), fresh: int = 0) -> Record:
+    """Return generation 0, whose members hold nothing yet, and begin with iteration ``start``; see ``Span``."""
     ids = tuple(members)
-    return Record(number=0, members=ids, base=-1, first=0, spans=(Span(0, ids),))
+    return Record(
+        number=0, members=ids, base=-1, first=start, spans=(Span(start, ids, given_back, fresh),), settled=start
+    )
 
 
 def is_quorum(those: Collection[int], members: tuple[int, ...], certain: Set[int] = frozenset()) -> bool:
@@ -109,31 +113,41 @@ def is_quorum(those: Collection[int], members: tuple[int, ...], certain: Set[int
 
 
 def next_record(
-    old: Record, stay: Iterable[int], joiners: Iterable[int], *, base: int, begun: int, why: Mapping[int, str]
+    old: Record,
+    stay: Iterable[int],
+    joiners: Iterable[int],
+    *,
+    base: int,
+    settled: int,
+    begun: int,
+    why: Mapping[int, str],
 ) -> Record:
     """Return the generation after ``old``.
 
-    Nobody may have begun an iteration from ``first`` on, so that its samples can be laid out again. Slices of units
-    above the base that only a lost member could compute are given back: no slice is lost, and none is used twice.
+    Nobody may have begun an iteration from ``first`` on, so that its samples can be laid out again. Slices of gradients
+    that the base does not complete, and that only a lost member could compute, are given back: no slice is lost, and
+    none is used twice.
 
     Args:
         old: the generation that ends.
         stay: members of ``old`` that hold all units up to ``base``.
         joiners: newcomers that hold them, too.
         base: the newest unit that anybody holds who stays.
+        settled: the number of iterations, from iteration 0 on, whose gradients the base completes.
         begun: the largest number of iterations that one of them has begun.
         why: reasons why members are lost.
     """
-    first = max(begun, old.first, base + 1)
+    first = max(begun, old.first, settled)
     members = (*stay, *joiners)
     given_back, fresh = old.spans[-1].rest(first)
     lost = []
     for member in old.members:
         if member not in members:
-            owned = (old.slice_of(iteration, member) for iteration in range(base + 1, first))
+            owned = (old.slice_of(iteration, member) for iteration in range(settled, first))
             lost.append(Lost(member, why.get(member, ""), tuple(one for one in owned if one is not None)))
             given_back += lost[-1].slices
     spans = [span for span in old.spans if span.first < first]
-    while len(spans) > 1 and spans[1].first <= base + 1:
+    while len(spans) > 1 and spans[1].first <= settled:
         spans.pop(0)
-    return Record(old.number + 1, members, base, first, (*spans, Span(first, members, given_back, fresh)), tuple(lost))
+    spans.append(Span(first, members, given_back, fresh))
+    return Record(old.number + 1, members, base, first, tuple(spans), tuple(lost), settled)

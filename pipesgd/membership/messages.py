@@ -57,6 +57,8 @@ class Promise:
     """Newest ballot in which the sender was levelled: values accepted in older ones are void."""
     leaves: bool
     """True if the sender is to be left out."""
+    settled: int
+    """Number of iterations whose gradients the unit ``newest`` completes, as far as the sender knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class Results:
     generation: int
     ballot: Ballot
     results: Mapping[int, object]
+    settled: int
+    """Number of iterations whose gradients the last of them completes."""
 
 
 @dataclass(frozen=True, slots=True)

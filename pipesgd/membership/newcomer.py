@@ -162,7 +162,7 @@ class Newcomer:
 
     def _promise(self) -> None:
         newest = max([self.newest, *self._pending])
-        said = Promise(self._slot, self._promised, None, NO_BALLOT, newest, 0, NO_BALLOT, leaves=False)
+        said = Promise(self._slot, self._promised, None, NO_BALLOT, newest, 0, NO_BALLOT, leaves=False, settled=0)
         self._send(self._promised.member, said)
 
     def _adopt(self, record: Record) -> None:

@@ -29,7 +29,7 @@ The phases of a change, where the first living member proposes:
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from pipesgd.membership.change import Proposal, Vote
 from pipesgd.membership.donor import Donor
@@ -116,6 +116,8 @@ class Member:
         self.record = record
         self.newest = record.base
         """Newest unit whose result this member holds."""
+        self.settled = 0
+        """Number of iterations whose gradients were complete when the ring last completed a unit here."""
         self.least = least
         self.contacts = list(contacts)
         self.peers = Peers(me, now) if peers is None else peers
@@ -142,11 +144,14 @@ class Member:
 
     # ---- Events
 
-    def holds(self, unit: int, now: float) -> None:
-        """Note that the ring has completed ``unit``. Everybody has added to it, so everybody holds the one before."""
+    def holds(self, unit: int, now: float, settled: int | None = None) -> None:
+        """Note that the ring has completed ``unit``. Everybody has added to it, so everybody holds the one before.
+
+        It completes the gradients of ``settled`` iterations, by default those up to ``unit``.
+        """
         assert not self.vote.has_stopped
         assert unit == self.newest + 1
-        self.newest = unit
+        self.newest, self.settled = unit, unit + 1 if settled is None else settled
         self._donor.learn(self.newest, stable=unit - 1)
 
     def stopped(self, begun: int, now: float) -> None:
@@ -248,8 +253,12 @@ class Member:
 
     def _beat(self, now: float) -> None:
         self._beaten = now
+        self.beat_to((*self._others(), *self._donor.fed()), now)
+
+    def beat_to(self, peers: Iterable[int], now: float) -> None:
+        """Send heartbeats to ``peers`` before they are due: the sooner one is answered, the sooner a lease begins."""
         count = self.peers.count_beat(now)
-        for peer in (*self._others(), *self._donor.fed()):
+        for peer in peers:
             self._send(peer, Beat(self.record, count, *self.peers.echo(peer, now), self.newest))
 
     def _hear_newest(self, source: int, newest: int) -> None:
@@ -333,6 +342,7 @@ class Member:
             self._begun,
             self.vote.levelled,
             self.vote.leaves,
+            self.settled,
         )
         self._answer(self.vote.promised.member, promise, now)
 
@@ -391,8 +401,10 @@ class Member:
         members = [member for member in stay if not proposal.promises[member].leaves] or stay
         room = max(0, self._most - len(members))
         joiners = [one for one in answered if proposal.promises[one].newest == base][:room]
-        begun = max(proposal.promises[member].begun for member in stay)
-        return self._next_record(members, joiners, base, begun, now)
+        promises = [proposal.promises[member] for member in stay]
+        begun = max(promise.begun for promise in promises)
+        settled = max(promise.settled for promise in promises if promise.newest == base)
+        return self._next_record(members, joiners, base, settled, begun, now)
 
     def _may_decide(self, those: Collection[int]) -> bool:
         return is_quorum(those, self.record.members, self.peers.certain)
@@ -422,9 +434,11 @@ class Member:
                 holder = next(one for one in stay if proposal.promises[one].newest == base)
                 self._answer(member, Level(self.record.number, proposal.ballot, base, holder), now)
 
-    def _next_record(self, stay: Sequence[int], joiners: Sequence[int], base: int, begun: int, now: float) -> Record:
+    def _next_record(
+        self, stay: Sequence[int], joiners: Sequence[int], base: int, settled: int, begun: int, now: float
+    ) -> Record:
         why = {member: self.peers.why(member, now) or "it asked to leave" for member in self.record.members}
-        return next_record(self.record, stay, joiners, base=base, begun=begun, why=why)
+        return next_record(self.record, stay, joiners, base=base, settled=settled, begun=begun, why=why)
 
     def _tick_proposal(self, proposal: Proposal, now: float) -> None:
         retry = self._retry(now)
@@ -459,7 +473,7 @@ class Member:
         self.vote.control = now
         for unit in sorted(message.results):
             if unit == self.newest + 1:
-                self.newest, self.vote.levelled = unit, message.ballot
+                self.newest, self.settled, self.vote.levelled = unit, message.settled, message.ballot
                 self.actions.append(Take(unit, message.results[unit]))
         self._promise(now)
 
@@ -494,6 +508,7 @@ class Member:
     def _enter(self, record: Record, now: float) -> None:
         """Forget what was of the generation before."""
         self.vote = Vote(control=now)
+        self.settled = record.settled
         self._held: dict[int, int] = {}
         self.proposal = None
         self.peers.hear_all(record.members, now)

@@ -27,7 +27,9 @@ class Span(NamedTuple):
     ranks: int
     """Number of ranks."""
     given: int
-    """Number of slices that the iterations before it have given out."""
+    """Number of slices that the iterations before it have given out, but for those given back."""
+    given_back: tuple[int, ...] = ()
+    """Slices that ranks had when they were lost, which are given out first."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,26 @@ class Record:
         newest = self.spans[-1]
         if newest.first <= iteration and newest.ranks == ranks:
             return self
-        earlier = itertools.takewhile(lambda span: span.first < iteration, self.spans)
-        return replace(self, spans=(*earlier, Span(iteration, ranks, self.given(iteration))))
+        before = self._span(iteration)
+        rest = before.given_back[(iteration - before.first) * before.ranks :]
+        return self.followed_by(Span(iteration, ranks, self.given(iteration), rest))
+
+    def followed_by(self, span: Span) -> Self:
+        """Return the record in which ``span`` follows what is before it."""
+        earlier = itertools.takewhile(lambda one: one.first < span.first, self.spans)
+        return replace(self, spans=(*earlier, span))
 
     def given(self, iteration: int) -> int:
         """Return the number of slices that the iterations before ``iteration`` have given out."""
         span = self._span(iteration)
-        return span.given + (iteration - span.first) * span.ranks
+        return span.given + max(0, (iteration - span.first) * span.ranks - len(span.given_back))
 
     def slice_of(self, iteration: int, rank: int) -> tuple[int, int]:
         """Return the epoch and the number in that epoch of the slice that ``rank`` takes in ``iteration``."""
-        return divmod(self.given(iteration) + rank, self.length)
+        span = self._span(iteration)
+        number = (iteration - span.first) * span.ranks + rank
+        back = len(span.given_back)
+        return divmod(span.given_back[number] if number < back else span.given + number - back, self.length)
 
     def epoch(self, iteration: int) -> int:
         """Return the epoch in which ``iteration`` begins."""
@@ -78,7 +89,7 @@ class Record:
     def iterations(self, slices: int) -> int:
         """Return the number of iterations from the first one on that give out this many ``slices``, or a few more."""
         span = next(span for span in reversed(self.spans) if span.given <= slices)
-        return span.first - (span.given - slices) // span.ranks
+        return span.first - (span.given - slices - len(span.given_back)) // span.ranks
 
     def progress(self, iteration: int) -> float:
         """Return the iterations in which the first ranks would have given out the slices before ``iteration``."""
@@ -86,11 +97,12 @@ class Record:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the spans, which are the same on all ranks."""
-        return {"spans": [list(span) for span in self.spans]}
+        return {"spans": [[*span[:3], list(span.given_back)] for span in self.spans]}
 
     def continued(self, state: Mapping[str, Any]) -> Self:
         """Return the record with these epochs and the spans of a ``state_dict``."""
-        return replace(self, spans=tuple(Span(*span) for span in state["spans"]))
+        spans = [Span(first, ranks, given, tuple(*back)) for first, ranks, given, *back in state["spans"]]
+        return replace(self, spans=tuple(spans))
 
     def _span(self, iteration: int) -> Span:
         return next(span for span in reversed(self.spans) if span.first <= iteration)

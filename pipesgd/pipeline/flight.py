@@ -121,7 +121,7 @@ class Flight(Generic[Known]):
         self.buffers_allocated = 0
         self.carried: dict[int, Tensor] = {}
         """Values that the next gradient gets in addition, by number of its flat tensor."""
-        self.thread = CommunicationThread(self.device)
+        self.thread = self._make_thread()
         self._codec = codec
         self._wire = wire
         self._seed = seed
@@ -133,6 +133,9 @@ class Flight(Generic[Known]):
         self._flush: Future[None] | None = None
         """Meeting of the ranks for a flush that has begun and not ended."""
         self._ends = _Ends(self.thread, unclosed)
+
+    def _make_thread(self) -> CommunicationThread:
+        return CommunicationThread(self.device)
 
     def connect(self) -> None:
         """Connect to the other ranks, and make what sums gradients. Collective.
@@ -146,7 +149,7 @@ class Flight(Generic[Known]):
         if self._members is not None:
             self._ends.closing.append(self._members.close)
             self._members.connect()
-        self._connect()
+        self._connect(self.ranks)
 
     def regroup(self, ranks: Ranks, iteration: int, left_out: Sequence[Tensor] | None = None) -> None:
         """Continue with other ranks, or with the same ones on new connections. Collective.
@@ -173,15 +176,24 @@ class Flight(Generic[Known]):
             self._ends.stop_watching()
             self.ranks = ranks
             self._ends.stop_watching = ranks.watch(self._ends.fail)
-        self._connect()
+        self._connect(ranks)
         self._carry(dict(enumerate(on_device(list(left_out), self.device))))
 
-    def _connect(self) -> None:
+    def _connect(self, ranks: Ranks) -> None:
+        self._connect_to(ranks)
+        device = self.device.type
+        self.reducer = make_reducer(self._codec, self.connections, device=device, seed=self._seed)
+        self._undo = Undo() if self._skips else None
+        kinds = [kind for kind in GATHERING if kind in self.layout.exchange]
+        self._gathering = {kind: make_gathering_reducer(kind, self.connections) for kind in kinds}
+
+    def _connect_to(self, ranks: Ranks) -> None:
+        """Connect to ``ranks``, between which sums are computed from now on."""
         wire, device = self._wire, self.device.type
         self.connections = Connections(
             wire.all_reduce,
-            self.ranks,
-            timeout=self.ranks.timeout if wire.timeout is None else wire.timeout,
+            ranks,
+            timeout=ranks.timeout if wire.timeout is None else wire.timeout,
             segment_bytes=wire.segment_bytes,
             connections=wire.connections,
             transport=wire.transport,
@@ -192,10 +204,6 @@ class Flight(Generic[Known]):
         self._ends.closing.append(self.connections.close)
         self._ends.aborting.append(self.connections.abort)
         self.exact = self.connections.all_reduce()
-        self.reducer = make_reducer(self._codec, self.connections, device=device, seed=self._seed)
-        self._undo = Undo() if self._skips else None
-        kinds = [kind for kind in GATHERING if kind in self.layout.exchange]
-        self._gathering = {kind: make_gathering_reducer(kind, self.connections) for kind in kinds}
 
     # ---- 0. A buffer of the pool
 
@@ -217,7 +225,7 @@ class Flight(Generic[Known]):
     def leave(self, outgoing: Outgoing, number: int) -> None:
         """Let a packed bucket leave that is not the last one."""
         self._add_carried(outgoing, number)
-        self.meet(STEP, outgoing.iteration, functools.partial(self._take_mean, outgoing, number))
+        self._meet_for_mean(STEP, outgoing, number)
         self.left += 1
 
     def depart(
@@ -244,8 +252,7 @@ class Flight(Generic[Known]):
         for number in early:
             self.leave(outgoing, number)
         self._add_carried(outgoing, last)
-        take_last = functools.partial(self._take_last_mean, outgoing, last, compare)
-        reduction = self.meet(call, outgoing.iteration, take_last)
+        reduction = self._meet_for_mean(call, outgoing, last, compare)
         own_is_finite = outgoing.own_is_finite if own is None else functools.partial(are_finite, own)
         gradient = InFlight(outgoing.iteration, outgoing.buffer, known, own_is_finite, reduction)
         self.outgoing = None  # before it is in flight: no interruption may leave the buffer in two places
@@ -286,6 +293,20 @@ class Flight(Generic[Known]):
         self._flush = None  # a flush that was interrupted before this call is not resumed
         return self.thread.submit(functools.partial(self.connections.run, call, iteration, job))
 
+    def _meet_for_mean(
+        self, call: str, outgoing: Outgoing, number: int, compare: Callable[[], Comparison | None] | None = None
+    ) -> Future[Reduction]:
+        """Have the thread take the mean of a bucket, and with ``compare``, which the last one has, report on all."""
+        return self.meet(call, outgoing.iteration, self._mean_of(outgoing, number, compare))
+
+    def _mean_of(
+        self, outgoing: Outgoing, number: int, compare: Callable[[], Comparison | None] | None
+    ) -> Callable[[], Any]:
+        """Return the job that takes the mean of a bucket."""
+        if compare is None:
+            return functools.partial(self._take_mean, outgoing, number)
+        return functools.partial(self._take_last_mean, outgoing, number, compare)
+
     def _take_mean(self, outgoing: Outgoing, number: int) -> None:
         """Replace a bucket's gradients by their mean over the ranks. Collective."""
         start = time.perf_counter()
@@ -305,6 +326,12 @@ class Flight(Generic[Known]):
             finite, norm = self._members.finite_norm(finite, outgoing.buffer.views, agree)
         else:
             norm = self._agreed_norm(outgoing.buffer) if self._agrees else math.hypot(*of_finite)
+        return self._reduction(outgoing, finite, norm, start, compare)
+
+    def _reduction(
+        self, outgoing: Outgoing, finite: bool, norm: float, start: float, compare: Callable[[], Comparison | None]
+    ) -> Reduction:
+        """Return the report on a mean that is complete; sums have left this in ``_undo`` and in the buffer."""
         if self._undo is not None:
             self._undo.end(put_back=not finite)  # before the next gradient, which the ranks sum after this one
         comparison = compare()
@@ -312,13 +339,14 @@ class Flight(Generic[Known]):
         return Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
 
     def _reduce(self, outgoing: Outgoing, number: int) -> None:
-        bucket, world_size = outgoing.buffer.buckets[number], self.ranks.world_size
+        bucket, world_size = outgoing.buffer.buckets[number], self.connections.ranks.world_size
+        norms: list[float | None] = []
         if self._looks:
             outgoing.own_finite.append(all_finite(bucket))
 
         def finish(part: Tensor) -> None:
             take_mean(part, world_size)
-            outgoing.norms.append(finite_norm(part))
+            norms.append(finite_norm(part))
 
         gathering = self._gathering.get(self.layout.exchange[number])
         take_shares(bucket.flats, world_size)
@@ -326,10 +354,11 @@ class Flight(Generic[Known]):
             gathering.parts, outgoing.parts = outgoing.parts, ()  # which the gradient in flight would keep
             gathering.sum(bucket, outgoing.iteration, finish)
             outgoing.gathered_bytes += gathering.bytes_sent
-            return
-        if self._undo is not None:
-            self._undo.keep(number, self.reducer.state(bucket))
-        self.reducer.sum(bucket, outgoing.iteration, finish)
+        else:
+            if self._undo is not None:
+                self._undo.keep(number, self.reducer.state(bucket))
+            self.reducer.sum(bucket, outgoing.iteration, finish)
+        outgoing.norms += norms
 
     def _agreed_norm(self, buffer: BucketedBuffer) -> float:
         """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""
@@ -340,7 +369,7 @@ class Flight(Generic[Known]):
         """Return the mean of the ranks' numbers, which are about the same: the same bits on all of them. Collective."""
         total = number.reshape(1)
         self.exact(total)
-        return total / self.ranks.world_size
+        return total / self.connections.ranks.world_size
 
     # ---- 4. and 5. Means arrive
 
@@ -377,7 +406,10 @@ class Flight(Generic[Known]):
 
     def sum_in(self, call: str, iteration: int) -> SumOverRanks:
         """Return the function that sums a buffer over the ranks in this ``call``, uncompressed."""
-        return lambda buffer: self.meet(call, iteration, functools.partial(sum_buffer, buffer, self.exact)).result()
+        return lambda buffer: self._sum(call, iteration, buffer)
+
+    def _sum(self, call: str, iteration: int, buffer: FlatBuffer) -> None:
+        self.meet(call, iteration, functools.partial(sum_buffer, buffer, self.exact)).result()
 
     def average(self, tensors: Sequence[Tensor], iteration: int) -> tuple[int, bool]:
         """Give all ranks the means of ``tensors`` over the ranks, unless a mean is not finite. Collective.

@@ -143,7 +143,10 @@ class Pipeline:
         all_ranks = [own, *([] if self.island is None else self.island.members)]
         check_same_training(all_ranks, compared, cut)
         check_compute_alike(all_ranks, optimizer, clipping_of(updates), gathered, options)
-        self.flight: Flight[Unapplied] = Flight(
+        flight: type[Flight[Unapplied]] = Flight
+        if own.is_elastic:
+            from pipesgd.elastic.flight import ElasticFlight as flight
+        self.flight = flight(
             own,
             cut.layout,
             options,

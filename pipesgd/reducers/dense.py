@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipesgd.codecs.base import mixed
-from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer, real_numel
+from pipesgd.comm.all_reduce import AllReduce, Finish, ScheduledAllReduce, no_op
+from pipesgd.flat_buffer import FlatBuffer, real_numel, take_mean
 from pipesgd.reducers.base import Float32Places, added_up, as_real, check_kept
 
 
@@ -62,6 +62,35 @@ class DenseReducer:
         for number in flats.keys() - self._residuals.keys():
             self._residuals[number] = torch.zeros_like(self._float32(number, flats[number]))
         return [self._residuals[number] for number in flats]
+
+    def result(self, buffer: FlatBuffer) -> list[Tensor]:
+        """Return what the other ranks have the mean in ``buffer`` from, not copies, uint8: it is there until the next
+        sum. Exact sums have the mean itself."""
+        if self._exact:
+            return [flat.view(torch.uint8) for flat in buffer.flats]
+        flats = enumerate(buffer.flats, buffer.first)
+        return [self._scheduled.encoded_sum(self._float32(number, flat)) for number, flat in flats]
+
+    def take_result(self, buffer: FlatBuffer, result: Sequence[Tensor], world_size: int) -> None:
+        """Replace the values in ``buffer`` by the mean that another of ``world_size`` ranks has the ``result`` of."""
+        for number, (flat, encoded) in enumerate(zip(buffer.flats, result, strict=True), buffer.first):
+            if self._exact:
+                flat.view(torch.uint8).copy_(encoded)
+                continue
+            own = self._float32(number, flat)
+            self._scheduled.decode_sum(encoded, own)
+            if own is not flat:
+                as_real(flat).copy_(own)
+            take_mean(flat, world_size)
+
+    def reconnect(self, all_reduce: AllReduce) -> None:
+        """Sum over other ranks, or other connections, from now on; what was left out of sums so far stays."""
+        self._all_reduce = all_reduce
+
+    @property
+    def _scheduled(self) -> ScheduledAllReduce:
+        assert isinstance(self._all_reduce, ScheduledAllReduce)
+        return self._all_reduce
 
     def state_of(self, number: int, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         if number not in self._residuals:

@@ -67,8 +67,10 @@ class EmptyUnitUpdates(Trainer):
 class SlicesNotGivenBack(Member):
     """A member that forgets the slices of those who are lost."""
 
-    def _next_record(self, stay: Sequence[int], joiners: Sequence[int], base: int, begun: int, now: float) -> Record:
-        record = super()._next_record(stay, joiners, base, begun, now)
+    def _next_record(
+        self, stay: Sequence[int], joiners: Sequence[int], base: int, settled: int, begun: int, now: float
+    ) -> Record:
+        record = super()._next_record(stay, joiners, base, settled, begun, now)
         lost = [one for member in record.lost for one in member.slices]
         *older, last = record.spans
         kept = tuple(one for one in last.given_back if one not in lost)

@@ -55,7 +55,7 @@ class Ring:
                     member.stopped(member.newest + 2, self.now)
                 case Supply(to=to, generation=generation, ballot=ballot, first=first, last=last):
                     found = {unit: self.results[who][unit] for unit in range(first, last + 1)}
-                    self.wires[who, to].append(Results(generation, ballot, found))
+                    self.wires[who, to].append(Results(generation, ballot, found, max(found) + 1))
                 case Take(unit=unit, result=result):
                     self.results[who][unit] = result
                 case Enter(record=record):

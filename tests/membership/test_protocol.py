@@ -26,13 +26,13 @@ def test_those_who_survive_continue_from_the_newest_unit_that_one_of_them_holds(
 
 def test_the_samples_of_the_lost_are_given_out_again_and_no_others() -> None:
     old = first_record(range(3))
-    new = next_record(old, (0, 2), (), base=0, begun=3, why={})
+    new = next_record(old, (0, 2), (), base=0, settled=1, begun=3, why={})
     assert new.lost[0].slices == (4, 7), "iterations 1 and 2 are above the base, and begun"
     assert [new.slice_of(i, who) for i in (1, 2) for who in (0, 2)] == [3, 5, 6, 8]
     assert [new.slice_of(i, who) for i in (3, 4) for who in (0, 2)] == [4, 7, 9, 10]
     assert new.slice_of(1, 1) == 4
     assert new.contributors(1) == (0, 2)
-    newer = next_record(new, (0,), (7,), base=1, begun=3, why={})
+    newer = next_record(new, (0,), (7,), base=1, settled=2, begun=3, why={})
     assert [newer.slice_of(2, who) for who in (0, 7)] == [6, None]
     assert [newer.slice_of(3, who) for who in (0, 7)] == [4, 7]
     assert newer.spans[-1].rest(4) == ((8,), 9), "what rank 2 had of iteration 2"

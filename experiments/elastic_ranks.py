@@ -1,0 +1,188 @@
+"""Elastic runs of ``pipesgd.train`` whose ranks are forked from this process, and are killed or stopped while they run.
+
+Unlike those of ``forked_ranks``, the others are left alone when one has ended: whether they go on is what is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import itertools
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.forked_ranks import rank_environment, store
+from pipesgd.comm.tcp import TcpLinks
+from pipesgd.elastic.control import ControlConnections
+from pipesgd.elastic.run import ElasticRun
+from pipesgd.exit import run_and_exit
+from pipesgd.pipeline.pipeline import Pipeline
+from pipesgd.run.checkpoint import Checkpoints
+
+train: Any = importlib.import_module("pipesgd.train")
+
+COMPUTING, EVALUATION, CHECKPOINT = "computing", "evaluation", "checkpoint"
+CALLS: dict[str, tuple[Any, str]] = {
+    COMPUTING: (train, "forward_backward"),
+    "hop": (TcpLinks, "finish"),
+    "arrival": (Pipeline, "apply_oldest"),
+    EVALUATION: (train, "evaluate"),
+    CHECKPOINT: (Checkpoints, "save"),
+}
+"""Functions in whose calls a rank can be killed, by the name of the phase."""
+MESSAGES = ("Prepare", "Promise", "Level", "Fetch", "Results", "Accept", "Accepted", "Decided")
+"""Messages of a change, at whose sending a rank can be killed."""
+HANGS_SECONDS = 40.0
+"""Seconds after which a rank writes what its threads do into the log."""
+DEADLINE_SECONDS = 60.0
+"""Seconds after which a run counts as hung."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """The kill of a rank."""
+
+    rank: int
+    phase: str
+    """Key of ``CALLS``, or one of ``MESSAGES``."""
+    call: int
+    """Number of the call of the phase's function, from 0, or of the message among its kind."""
+    seconds: float = 0.0
+    """Seconds from the begin of the call to the kill."""
+
+
+@dataclass
+class Ended:
+    """The end of a run."""
+
+    codes: dict[int, int] = field(default_factory=dict)
+    """Exit code of each rank, negative for a signal."""
+    times: dict[int, float] = field(default_factory=dict)
+    """Time at which each process had ended, in seconds of ``time.monotonic``."""
+    iterations: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Iterations that each rank has completed, and when, of ranks that came to their end."""
+    hung: bool = False
+
+
+def run(
+    words: str,
+    world_size: int,
+    folder: Path,
+    kills: Sequence[Kill] = (),
+    *,
+    meanwhile: Callable[[Mapping[int, int]], None] = lambda pids: None,
+    deadline: float = DEADLINE_SECONDS,
+) -> Ended:
+    """Run ``words`` on forked ranks; output goes to ``folder/log``, files to ``folder/run``.
+
+    ``meanwhile`` is called again and again with the processes that still run, by rank.
+    """
+    ended = Ended()
+    with store() as port:
+        pids = {rank: _fork(words, rank, world_size, folder, port, kills) for rank in range(world_size)}
+        of_fd = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
+        poll = select.poll()
+        for fd in of_fd:
+            poll.register(fd, select.POLLIN)
+        until = time.monotonic() + deadline
+        while of_fd:
+            for fd, _ in poll.poll(20):
+                rank = of_fd.pop(fd)
+                ended.times[rank] = time.monotonic()
+                poll.unregister(fd)
+                os.close(fd)
+                _, status = os.waitpid(pids.pop(rank), 0)
+                ended.codes[rank] = os.waitstatus_to_exitcode(status)
+            meanwhile(pids)
+            if pids and time.monotonic() >= until:
+                ended.hung = True
+                for pid in pids.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+    for rank in ended.codes:
+        with contextlib.suppress(FileNotFoundError):
+            found = json.loads((folder / f"iterations-{rank}.json").read_text(encoding="utf-8"))
+            ended.iterations[rank] = [(iteration, when) for iteration, when in found]
+    return ended
+
+
+def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, kills: Sequence[Kill]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code: object = 1
+    try:
+        sys.stdout = sys.stderr = log = (folder / "log").open("a", buffering=1, encoding="utf-8")
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        os.environ.update(rank_environment(rank, world_size, port, 0))
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # of the process that has forked this one
+        faulthandler.dump_traceback_later(HANGS_SECONDS, file=log)
+        done = _note_iterations()
+        for kill in kills:
+            if kill.rank == rank:
+                _arm(kill)
+        try:
+            run_and_exit(train.train, [*words.split(), "--output", str(folder / "run")])
+        except SystemExit as end:
+            code = end.code
+        (folder / f"iterations-{rank}.json").write_text(json.dumps(done), encoding="utf-8")
+    finally:
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _note_iterations() -> list[tuple[int, float]]:
+    """Note the iterations that this process completes from now on, in the list that is returned."""
+    done: list[tuple[int, float]] = []
+    iterate = ElasticRun._iterate
+
+    def noted(self: ElasticRun, iteration: int, *others: Any) -> Any:
+        found = iterate(self, iteration, *others)
+        done.append((iteration, time.monotonic()))
+        return found
+
+    ElasticRun._iterate = noted  # type: ignore[method-assign, assignment]
+    return done
+
+
+def _arm(kill: Kill) -> None:
+    """Let this process be killed as ``kill`` says; the kernel's timer kills it, as abruptly as SIGKILL."""
+    calls = itertools.count()
+
+    def look() -> None:
+        if next(calls) == kill.call:
+            if kill.seconds > 0:
+                signal.setitimer(signal.ITIMER_REAL, kill.seconds)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if kill.phase in MESSAGES:
+        send = ControlConnections.send
+
+        def sending(self: ControlConnections, rank: int, letter: Any) -> None:
+            if type(letter).__name__ == kill.phase:
+                look()
+            send(self, rank, letter)
+
+        ControlConnections.send = sending  # type: ignore[method-assign]
+        return
+    owner, name = CALLS[kill.phase]
+    function = getattr(owner, name)
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        look()
+        return function(*arguments, **named)
+
+    setattr(owner, name, called)

@@ -1,0 +1,245 @@
+"""Ranks that are killed in an elastic run, at any moment: do the others go on, and how soon?
+
+    python -m experiments.survivors      survivors.csv; exit code 1 if a run ends otherwise than the protocol says
+
+Runs of 2 to 6 ranks on this machine's loopback, forked from this process, lose one rank after another until one or two
+are left. Each is killed in a phase that is drawn: while it computes, at a hop of a sum, between a mean's arrival and
+its application, in an evaluation, in a checkpoint, or when it sends one of the messages of the change that another
+kill has caused. A run is right if every rank that was not killed ends with code 0, all of them with the same weights,
+and if every slice of samples was used in exactly one iteration, which is computed from the generations in
+summary.json alone.
+
+A kill's time is from the end of the process, as the kernel tells it, to the first iteration that needs a mean of those
+who remain, at the slowest of them, less a median iteration. Finished runs are kept in runs/survivors.json, by a hash of
+the code: the same command continues where it was stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+import statistics
+import tempfile
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from experiments import command, elastic_ranks, forked_ranks
+from experiments.elastic_ranks import CALLS, CHECKPOINT, COMPUTING, EVALUATION, MESSAGES, Ended, Kill
+from experiments.kept_runs import KeptRuns
+from experiments.results import save, sources
+from pipesgd.errors import RunError
+from pipesgd.ranks import Ranks
+
+STATE = Path("runs/survivors.json")
+"""File of the kept runs, below the folder where the command is started."""
+HARNESS = (Path(__file__), Path(elastic_ranks.__file__), Path(forked_ranks.__file__))
+ITERATIONS, EVERY = 100, 20
+"""Iterations of a run, and about how many lie between two kills."""
+WORDS = (
+    f"--dataset digits --model mlp --hidden-sizes 64 --batch-size 8 --iterations {ITERATIONS} --transport tcp "
+    "--elastic 1 --timeout 20 --checkpoint-iterations 12 --evaluate-iterations 9"
+)
+OPTIONS = ("--width 2 --codec int8", "--width 2 --codec int4", "--width 1 --codec int8", "--width 3 --codec fp32")
+"""Options added to ``WORDS``, one of them in each run."""
+RUNS, QUICK_RUNS = 340, 6
+"""Runs, which kill about three ranks each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survived:
+    """Outcome of one run."""
+
+    run: int
+    options: str
+    ranks: int
+    kills: list[tuple[int, str, int]]
+    """Rank, phase and call of each kill that was armed."""
+    killed: int
+    """Ranks that were killed; a kill in a message that was never sent hits nobody."""
+    left: int
+    right: bool
+    problem: str
+    """What was wrong; empty if nothing was."""
+    seconds: list[float]
+    """Seconds of each change, as the module says."""
+
+
+def kills_of(chance: random.Random, ranks: int) -> list[Kill]:
+    """Return the kills of a run: of all ranks but one, in an order that is drawn."""
+    order = chance.sample(range(ranks), ranks - 1)
+    kills = []
+    for place, rank in enumerate(order):
+        at = EVERY // 2 + EVERY * place * 4 // max(4, ranks - 1)
+        phase = chance.choice([*CALLS, "message"])
+        if phase == "message" and place == 0:
+            phase = COMPUTING  # there is no change yet
+        call = {EVALUATION: at // 9, CHECKPOINT: at // 12, "hop": at * 4 * (ranks - 1)}.get(phase, at)
+        if phase == "message":
+            phase, call = chance.choice(MESSAGES), chance.randrange(2)
+        kills.append(Kill(rank=rank, phase=phase, call=call, seconds=chance.choice([0.0, chance.uniform(0, 0.005)])))
+    return kills
+
+
+def slices_missing(summary: Mapping[str, Any], iterations: int) -> str:
+    """Return what is wrong with the slices of samples, given the generations of a run; empty if nothing is."""
+    spans: list[tuple[int, list[int], list[int], int]] = []
+    used: Counter[int] = Counter()
+    waiting: list[int] = []
+    for number, generation in enumerate(summary["generations"]):
+        first, members = generation["first_iteration"], generation["members"]
+        if number == 0:
+            spans.append((first, members, [], 0))
+            continue
+        before, old, given_back, fresh = spans[-1]
+        n = (first - before) * len(old)
+        rest, fresh = given_back[n:], fresh + max(0, n - len(given_back))
+        lost = [one for each in generation["lost"] for one in each["slices_given_back"]]
+        spans.append((first, members, [*rest, *lost], fresh))
+    lost_slices = Counter(
+        one for generation in summary["generations"] for each in generation["lost"] for one in each["slices_given_back"]
+    )
+    for iteration in range(iterations):
+        first, members, given_back, fresh = next(span for span in reversed(spans) if span[0] <= iteration)
+        for place in range(len(members)):
+            n = (iteration - first) * len(members) + place
+            used[given_back[n] if n < len(given_back) else fresh + n - len(given_back)] += 1
+    used -= lost_slices
+    first, members, given_back, fresh = spans[-1]
+    n = (iterations - first) * len(members)
+    waiting, end = given_back[n:], fresh + max(0, n - len(given_back))
+    wrong = [one for one in range(end) if used[one] != (0 if one in waiting else 1)]
+    return f"slices {wrong[:5]} were used {[used[one] for one in wrong[:5]]} times" if wrong else ""
+
+
+def problem_of(ended: Ended, kills: Sequence[Kill], folder: Path, ranks: int) -> str:
+    """Return what is wrong with the end of a run; empty if nothing is."""
+    armed = {kill.rank for kill in kills}
+    if ended.hung:
+        return "it hung"
+    if wrong := {rank: code for rank, code in ended.codes.items() if code != 0 and not (rank in armed and code < 0)}:
+        return f"exit codes {wrong}"
+    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+    left = [rank for rank in range(ranks) if ended.codes[rank] == 0]
+    if not summary["replicas_identical"] or summary["iterations"] != ITERATIONS:
+        return "the weights differ"
+    if not set(left) <= set(summary["generations"][-1]["members"]):
+        return f"members {summary['generations'][-1]['members']} at the end, of {left}"
+    return slices_missing(summary, ITERATIONS)
+
+
+def seconds_of(ended: Ended, summary: Mapping[str, Any], width: int) -> list[float]:
+    """Return the seconds of each change that a death has caused."""
+    paces = [b - a for done in ended.iterations.values() for (_, a), (_, b) in zip(done, done[1:], strict=False)]
+    pace = statistics.median(paces)
+    found = []
+    for generation in summary["generations"][1:]:
+        ends = [ended.times[one["rank"]] for one in generation["lost"] if ended.codes[one["rank"]] < 0]
+        needs = generation["iterations_done"] + width - 1
+        after = [
+            min((when for iteration, when in done if iteration >= needs and when > max(ends)), default=None)
+            for rank, done in ended.iterations.items()
+            if ends and ended.codes[rank] == 0
+        ]
+        if after and None not in after:
+            found.append(max(one for one in after if one is not None) - max(ends) - pace)
+    return found
+
+
+def survived(run: int, seed: int, output: Path) -> Survived:
+    """Make one run; keep its log in ``output`` if it ends wrongly."""
+    chance = random.Random(f"{seed}/{run}")
+    ranks, options = chance.randint(2, 6), OPTIONS[run % len(OPTIONS)]
+    kills = kills_of(chance, ranks)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ended = elastic_ranks.run(f"{WORDS} {options}", ranks, folder, kills)
+        problem = problem_of(ended, kills, folder, ranks)
+        seconds = []
+        if problem:
+            shutil.copy(folder / "log", output / f"survivors.run-{run}.log")
+        else:
+            summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+            seconds = seconds_of(ended, summary, int(options.split()[1]))
+    return Survived(
+        run=run,
+        options=options,
+        ranks=ranks,
+        kills=[(kill.rank, kill.phase, kill.call) for kill in kills],
+        killed=sum(code < 0 for code in ended.codes.values()),
+        left=sum(code == 0 for code in ended.codes.values()),
+        right=not problem,
+        problem=problem,
+        seconds=seconds,
+    )
+
+
+def compute(number: int, seed: int, kept: KeptRuns[Survived], output: Path, console: Console) -> list[Survived]:
+    """Return ``number`` runs; those that are not kept yet are made now."""
+    key = f"seed {seed}, code {sources(*HARNESS)[:16]}, run"
+    done = kept.load()
+    missing = [run for run in range(number) if f"{key} {run}" not in done]
+    command.say_kept(console, number, len(missing))
+    forked_ranks.import_all()
+    with command.progress(console, "runs", max(1, len(missing))) as advance:
+        for run in missing:
+            row = survived(run, seed, output)
+            kept.add(f"{key} {run}", row)
+            advance(1, f"run {run}: {row.killed} killed, {row.left} left {row.problem}")
+    done = kept.load()
+    return [done[f"{key} {run}"] for run in range(number)]
+
+
+def show(rows: Sequence[Survived]) -> None:
+    """Print how the runs ended, and how long changes took."""
+    seconds = [one for row in rows for one in row.seconds]
+    lines = [
+        {
+            "runs": str(len(rows)),
+            "ranks killed": str(sum(row.killed for row in rows)),
+            "runs that ended rightly": str(sum(row.right for row in rows)),
+            "changes": str(len(seconds)),
+            "median s": f"{statistics.median(seconds):.3f}" if seconds else "",
+            "99 % s": f"{np.quantile(seconds, 0.99):.3f}" if seconds else "",
+            "worst s": f"{max(seconds):.3f}" if seconds else "",
+        }
+    ]
+    command.show("elastic runs with killed ranks", lines)
+
+
+def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
+    """Return the options; raises ``UserInputError``."""
+    options = command.parser("survivors", __doc__)
+    options.add_argument("--runs", type=command.at_least(1), help=f"runs ({RUNS}; quick: {QUICK_RUNS})")
+    options.add_argument("--seed", type=command.at_least(0), default=0, help="seed of the ranks and moments (0)")
+    options.add_argument("--fresh", action="store_true", help="repeat kept runs")
+    arguments = command.parse(options, words)
+    command.check_alone("survivors", by_torchrun, "it forks its ranks itself")
+    return arguments
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """Run the command."""
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
+    kept = KeptRuns(STATE.resolve(), Survived, fresh=arguments.fresh)
+    number = arguments.runs or (QUICK_RUNS if arguments.quick else RUNS)
+    found = compute(number, arguments.seed, kept, arguments.output, console)
+    rows: list[dict[str, Any]] = [
+        dataclasses.asdict(one) | {"kills": len(one.kills), "seconds": sum(one.seconds)} for one in found
+    ]
+    save("survivors", rows, extra={"options": WORDS, "added": OPTIONS}, folder=arguments.output)
+    show(found)
+    if wrong := [f"{one.run} ({one.problem})" for one in found if not one.right]:
+        raise RunError(f"every run must end as the protocol says; not so: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    command.run(main)

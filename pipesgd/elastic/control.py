@@ -1,0 +1,280 @@
+"""Control connections of a member: one to every other member, over which heartbeats and the steps of a change go.
+
+They are connections of their own, so that a large gradient holds up no heartbeat, and are made as those of messages
+are: each end proves that it is a member. A connection that ends is made again for as long as the other process lives.
+That a process has ended is known from its machine, which refuses connections to the listener that every member has
+open until its end. So nobody is taken for dead because a cable is unplugged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipesgd.comm.greeting import AGAIN_SECONDS, Greeter, Wrap, greeting_secret, listening, places_and_tokens
+from pipesgd.elastic.letters import HEAD, MOST_TEXT, Goodbye, decoded, encode
+from pipesgd.membership.sockets import Place, close, opened
+from pipesgd.membership.store import MalformedValue
+from pipesgd.ranks import Ranks
+
+CALL_SECONDS = 5.0
+"""Seconds that one attempt to connect may take."""
+TOLD_SECONDS = 0.2
+"""Seconds after which an ended connection is reported whose other process is not known to have ended: usually that is
+known in a millisecond, and says more."""
+PIECE = 1 << 20
+"""Bytes that are received at once."""
+
+_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+@dataclass(eq=False)
+class _Peer:
+    """Another member: the connection to it, if there is one, and what is under way."""
+
+    sock: socket.socket | None = None
+    outgoing: deque[memoryview] = field(default_factory=deque)
+    incoming: bytearray = field(default_factory=bytearray)
+    is_dead: bool = False
+    has_left: bool = False
+    """True if it has said goodbye."""
+    again: float = math.inf
+    """Time at which to connect, or to ask its machine whether it lives."""
+    tell: float = math.inf
+    """Time at which to report that the connection has ended."""
+
+
+class ControlConnections(Greeter):
+    """The control connections of one member, all in the thread that calls ``poll``.
+
+    Args:
+        ranks: all ranks that the job began with, whose numbers are the ids of the members. Collective.
+        wrap: function that puts TLS on a socket; None for connections in clear.
+        on_letter: called with the id of a member and each letter of it.
+        on_sign: called with the id of a member from which bytes have come.
+        on_end: called with the id of a member whose process has ended.
+        on_break: called with the id of a member to which the connection has ended, and whose process may live.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        wrap: Wrap | None,
+        *,
+        on_letter: Callable[[int, Any], None],
+        on_sign: Callable[[int], None],
+        on_end: Callable[[int], None],
+        on_break: Callable[[int], None],
+    ):
+        listener, published = listening(ranks)
+        places, tokens = places_and_tokens(ranks.all_gather_object("listeners of members", published))
+        super().__init__(
+            ranks.rank, places, tokens, listener, secret=greeting_secret(ranks), wrap=wrap, number=ranks.number
+        )
+        self._on_letter, self._on_sign, self._on_end, self._on_break = on_letter, on_sign, on_end, on_break
+        self._peers = {rank: _Peer() for rank in range(ranks.world_size) if rank != ranks.rank}
+        for rank, peer in self._peers.items():
+            if rank < ranks.rank:
+                peer.again = 0.0
+        self._wakes, self._wake = opened(socket.socketpair)
+        self._wakes.setblocking(False)
+        self._wake.setblocking(False)
+
+    # ---- For other threads
+
+    def wake(self) -> None:
+        """End the ``poll`` that may be waiting. Any thread may call this."""
+        with contextlib.suppress(OSError):  # it is full, so it wakes all the same; or closed
+            self._wake.send(b"\1")
+
+    # ---- For the thread that polls
+
+    @property
+    def connected(self) -> list[int]:
+        """Members to which there is a connection."""
+        return [rank for rank, peer in self._peers.items() if peer.sock is not None]
+
+    def send(self, rank: int, letter: Any) -> None:
+        """Send ``letter`` to a member; without a connection to it, it is dropped."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.sock is None:
+            return
+        peer.outgoing += [memoryview(one) for one in encode(letter)]
+        self._send(rank, peer)
+
+    def forget(self, rank: int) -> None:
+        """Have no more to do with a member that was left behind."""
+        peer = self._peers[rank]
+        peer.again = peer.tell = math.inf
+        peer.is_dead = True
+        self._drop(peer)
+
+    def poll(self, until: float) -> None:
+        """Wait for events until then, and handle them."""
+        now = time.monotonic()
+        due = min([until, *self.ends, *(min(peer.again, peer.tell) for peer in self._peers.values())])
+        poll = select.poll()
+        poll.register(self._wakes, select.POLLIN)
+        of_peers: dict[int, int] = {}
+        for rank, peer in self._peers.items():
+            if peer.sock is not None:
+                of_peers[peer.sock.fileno()] = rank
+                poll.register(peer.sock, select.POLLIN | (select.POLLOUT if peer.outgoing else 0))
+        for fd, events in self.waits_for().items():
+            poll.register(fd, events)
+        for fd, event in poll.poll(max(0.0, due - now) * 1000 + 0.5):
+            if fd == self._wakes.fileno():
+                self._wakes.recv(4096)
+            elif fd not in of_peers:
+                self.handle(fd)
+            elif (peer := self._peers[of_peers[fd]]).sock is not None and peer.sock.fileno() == fd:
+                if event & select.POLLOUT:
+                    self._send(of_peers[fd], peer)
+                if event & ~select.POLLOUT:
+                    self._receive(of_peers[fd], peer)
+        now = time.monotonic()
+        self.expire(now)
+        for rank, peer in self._peers.items():
+            if now >= peer.tell:
+                peer.tell = math.inf
+                self._on_break(rank)
+            if now >= peer.again:
+                peer.again = math.inf
+                self._begin_call(rank, now + CALL_SECONDS, self._call if rank < self._rank else self._ask)
+
+    def flush(self, seconds: float) -> None:
+        """Send what is still to be sent, for some seconds at most."""
+        end = time.monotonic() + seconds
+        while any(peer.outgoing and peer.sock is not None for peer in self._peers.values()):
+            if time.monotonic() >= end:
+                return
+            self.poll(end)
+
+    def close(self) -> None:
+        super().close()
+        for peer in self._peers.values():
+            self._drop(peer)
+        close(self._wakes)
+        close(self._wake)
+
+    # ---- Connections
+
+    def _may_come(self, rank: int) -> bool:
+        return not self._peers[
+            rank
+        ].is_dead  # a second connection takes the place of one that the other end has given up
+
+    def _connected(self, rank: int, sock: socket.socket) -> None:
+        peer = self._peers[rank]
+        was_broken = peer.tell < math.inf
+        self._drop(peer)
+        peer.sock = sock
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        peer.again = peer.tell = math.inf
+        self._on_sign(rank)
+        if was_broken:
+            self._on_break(rank)  # it lives, but bytes may be missing
+
+    def _not_connected(self, rank: int, problem: Exception, reason: str) -> None:
+        peer = self._peers[rank]
+        if peer.is_dead or peer.sock is not None:
+            return
+        if isinstance(problem, OSError) and problem.errno == errno.ECONNREFUSED:
+            peer.is_dead = True
+            peer.again = peer.tell = math.inf
+            self._on_end(rank)
+        else:
+            peer.again = time.monotonic() + AGAIN_SECONDS
+
+    def _ask(self, attempt: Any, place: Place) -> Generator[int, None, int]:
+        """Ask the machine of a higher rank, which connects itself, whether its listener is still there."""
+        number = attempt.sock.connect_ex(place)
+        if number == errno.EINPROGRESS:
+            yield select.POLLOUT
+            number = attempt.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        raise OSError(number or errno.EISCONN, errno.errorcode.get(number, "it is there"))
+
+    def _drop(self, peer: _Peer) -> None:
+        if peer.sock is not None:
+            close(peer.sock)
+        peer.sock = None
+        peer.outgoing.clear()
+        peer.incoming.clear()
+
+    def _ended(self, rank: int, peer: _Peer) -> None:
+        """Find out whether a member has died, after its connection has ended."""
+        self._drop(peer)
+        if peer.has_left:
+            peer.is_dead = True
+            return
+        now = time.monotonic()
+        peer.again, peer.tell = now, now + TOLD_SECONDS
+
+    # ---- Bytes
+
+    def _send(self, rank: int, peer: _Peer) -> None:
+        assert peer.sock is not None
+        try:
+            while peer.outgoing:
+                data = peer.outgoing[0]
+                sent = peer.sock.send(data) if len(data) else 0
+                if sent < len(data):
+                    peer.outgoing[0] = data[sent:]
+                else:
+                    peer.outgoing.popleft()
+        except _BLOCKED:
+            return
+        except OSError:
+            self._ended(rank, peer)
+
+    def _receive(self, rank: int, peer: _Peer) -> None:
+        assert peer.sock is not None
+        try:
+            while True:
+                data = peer.sock.recv(PIECE)
+                if not data:
+                    raise ConnectionResetError
+                peer.incoming += data
+                if len(data) < PIECE and not getattr(peer.sock, "pending", int)():
+                    break
+        except _BLOCKED:
+            pass
+        except OSError:
+            self._take_letters(rank, peer)
+            if peer.sock is not None:
+                self._ended(rank, peer)
+            return
+        self._on_sign(rank)
+        self._take_letters(rank, peer)
+
+    def _take_letters(self, rank: int, peer: _Peer) -> None:
+        while len(peer.incoming) >= HEAD.size:
+            length, behind = HEAD.unpack_from(peer.incoming)
+            if length > MOST_TEXT:
+                self._ended(rank, peer)
+                return
+            end = HEAD.size + length + behind
+            if len(peer.incoming) < end:
+                return
+            text = bytes(peer.incoming[HEAD.size : HEAD.size + length])
+            data = bytes(peer.incoming[HEAD.size + length : end])
+            del peer.incoming[:end]
+            try:
+                letter = decoded(text, data)
+            except MalformedValue:
+                self._ended(rank, peer)
+                return
+            if isinstance(letter, Goodbye):
+                peer.has_left = True
+            self._on_letter(rank, letter)
+            if peer.sock is None:  # the letter has ended the connection
+                return

@@ -1,0 +1,78 @@
+"""Start of the ranks of one machine of an elastic run, whose ranks are not ended when one of them is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from pipesgd.process import say
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that the ranks get, too."""
+
+
+def launch_elastic(
+    program: str, words: Sequence[str], *, ranks: int, machine: int, machines: int, host: str, port: int | None
+) -> int:
+    """Start this machine's ``ranks``, wait for the end of all of them, and return an exit code.
+
+    It is 0 if a rank has done its work, and else that of the rank that ended last.
+
+    Args:
+        program: path of the program.
+        words: its arguments.
+        ranks: number of ranks on each machine.
+        machine: number of this machine, from 0.
+        machines: number of machines.
+        host: address of machine 0.
+        port: port at which ranks meet there; None if this is the only machine.
+    """
+    first = machine * ranks
+    shared = os.environ | {
+        "WORLD_SIZE": str(machines * ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(machine),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(_free_port(host) if port is None else port),
+    }
+    started: dict[int, subprocess.Popen[bytes]] = {}
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in started.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    codes: dict[int, int] = {}
+    try:
+        for local in range(ranks):
+            own = shared | {"RANK": str(first + local), "LOCAL_RANK": str(local)}
+            command = [program, *words] if not program.endswith(".py") else [sys.executable, program, *words]
+            started[first + local] = subprocess.Popen(command, env=own)
+        of_process = {process.pid: rank for rank, process in started.items()}
+        last = 0
+        while of_process:
+            pid, status = os.wait()
+            if (rank := of_process.pop(pid, None)) is None:
+                continue
+            last = codes[rank] = os.waitstatus_to_exitcode(status)
+            started[rank].returncode = last
+            if last < 0:
+                say(f"the process of rank {rank} was ended by {signal.Signals(-last).name}")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0 if 0 in codes.values() else last if last > 0 else 128 - last
+
+
+def _free_port(host: str) -> int:
+    """Return a port at which nothing listens now."""
+    with socket.create_server((host, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,375 @@
+"""This process as a member of an elastic run: a thread that drives the protocol, and what other threads ask of it.
+
+The protocol (``pipesgd.membership.protocol``) decides who goes on after a member was lost. It has no clock, no
+connections and no threads; all of these are here. Three threads meet:
+
+- the thread of this class beats, hears, and lets the protocol take its steps;
+- the communication thread sums units. ``check`` interrupts it, and ``next_record`` takes it through a change;
+- the main thread begins iterations, and waits in ``begin`` while a change is under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipesgd.comm.greeting import Wrap
+from pipesgd.elastic.control import ControlConnections
+from pipesgd.elastic.letters import Goodbye, Result, Value, Wish
+from pipesgd.errors import LeftBehind, NotEnoughMembers
+from pipesgd.membership.generation import Record, first_record
+from pipesgd.membership.messages import Action, Beat, Enter, Leave, Message, Prepare, Results, Send, Stop, Supply, Take
+from pipesgd.membership.peers import TICK_SECONDS
+from pipesgd.membership.protocol import Member, State
+from pipesgd.process import say
+from pipesgd.ranks import Ranks
+
+SIGNALS_SECONDS = 2.0
+"""Seconds in which all members must be asked to stop to end together, with a checkpoint of all."""
+GOODBYE_SECONDS = 2.0
+"""Seconds in which the last letters must have left."""
+
+Event = Callable[[Any, float], None]
+
+
+class Interrupted(Exception):  # noqa: N818 (what happened)
+    """What the communication thread does is over, since a change of members has begun."""
+
+
+class Members:
+    """The membership of this process, from the ranks that a job began with on.
+
+    It connects them. Until all have called ``start``, a member that is lost ends all others.
+
+    Args:
+        ranks: those ranks, whose numbers are the ids of the members. Collective.
+        wrap: function that puts TLS on a socket; None for connections in clear.
+        least: least number of members that train.
+        wait: seconds for which a member without a majority waits for the others to come back.
+    """
+
+    def __init__(self, ranks: Ranks, wrap: Wrap | None, *, least: int, wait: float):
+        self.me = ranks.rank
+        self.least = least
+        self.wait = wait
+        self.interrupt: Callable[[], None] = lambda: None
+        """Function that ends what the communication thread waits for, and lets it call ``next_record``."""
+        self.result_of: Callable[[int], Result | None] = lambda unit: None
+        """Function that returns the result of a unit that this process still has; else None."""
+        self.signal: Callable[[], str | None] = lambda: None
+        """Function that returns the name of the signal that has asked this process to stop, if one has."""
+        self.record = first_record(range(ranks.world_size))
+        """Newest generation that the communication thread has entered."""
+        self.history: list[tuple[Record, float]] = [(self.record, time.time())]
+        """All generations that it has entered, and when."""
+        self.why_out: str | None = None
+        """Reason why the others go on without this process; None if it is a member."""
+        self.stop_at: int | None = None
+        """Iteration that nobody begins, since all members were asked to stop; None if they were not."""
+        self._changed = threading.Condition()
+        self._orders: deque[Take | Enter | Leave] = deque()
+        """Actions that the communication thread has not carried out yet."""
+        self._has_started = False
+        self._stops = self._stopped = self._entered = 0
+        """Number of times that the sums were to stop, that they have stopped, and that they have gone on."""
+        self._begun = 0
+        self._values: dict[tuple[int, str], str] = {}
+        """Values that members share, by generation and key."""
+        self._events: deque[Event] = deque()
+        self._wishes: dict[int, float] = {}
+        """Times at which members were asked to stop by a signal."""
+        self._answered: set[int] = set()
+        """Members whose first heartbeat was answered at once, so that their lease begins."""
+        self._asked_to_leave = False
+        self._is_stuck = False
+        self._is_over = False
+        """True once a member has done its work: all have, so nobody is missed any more."""
+        self._is_closed = False
+        self._member: Member | None = None
+        """State machine, from the start on."""
+        self._early: list[tuple[int, Message]] = []
+        """Messages that came before the start, from members that had started."""
+        self._control = ControlConnections(
+            ranks, wrap, on_letter=self._hear, on_sign=self._on_sign, on_end=self._on_end, on_break=self._on_break
+        )
+        self._thread = threading.Thread(target=self._run, name="pipesgd-members", daemon=True)
+        self._thread.start()
+
+    def start(self, first: Record) -> None:
+        """Survive losses from now on. All members have met, and hold ``first``, generation 0, alike."""
+        with self._changed:
+            self.record, self.history, self._has_started = first, [(first, time.time())], True
+        contacts = list(first.members)
+
+        def begin(nothing: Member | None, now: float) -> None:
+            self._member = Member(self.me, first, now, least=self.least, contacts=contacts)
+            self._member.beat_to([peer for peer in contacts if peer != self.me], now)
+            early, self._early = self._early, []
+            for peer, message in early:
+                self._member.receive(peer, message, now)
+
+        self._post(begin)
+
+    # ---- For the communication thread
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if a change has begun that ``next_record`` has not ended."""
+        return self._stops > self._entered or self.why_out is not None
+
+    def check(self) -> None:
+        """Raise ``Interrupted`` if ``is_interrupted``."""
+        if self.is_interrupted:
+            raise Interrupted
+
+    def holds(self, unit: int, settled: int) -> None:
+        """Note that this rank has done ``unit``, and has with it the means of ``settled`` iterations."""
+        if self._has_started:  # nobody waits for it
+            self._events.append(lambda member, now: member.holds(unit, now, settled))
+
+    def trouble(self, peer: int | None) -> None:
+        """Note that a sum has failed, at the connection to ``peer`` if that is known: a change must follow."""
+        suspect = self.me if peer is None or peer not in self.record.members else peer
+        if self._has_started:
+            self._post(lambda member, now: member.broken(suspect, now))
+
+    def next_record(self, take: Callable[[int, Result], None]) -> Record:
+        """Stop, take results that others have and this process does not, and return the generation to enter.
+
+        Raises:
+            LeftBehind: the others go on without this process.
+            NotEnoughMembers: no majority was in reach for ``wait`` seconds.
+        """
+        end: float | None = None
+        while True:
+            if self._is_over or self.why_out is not None:
+                raise LeftBehind(self.me, self.why_out or "the others have ended", None)
+            with self._changed:
+                if not self._orders and self._stops == self._stopped:
+                    if self._is_stuck and end is None:
+                        end = time.monotonic() + self.wait
+                    self._changed.wait(TICK_SECONDS)
+                if not self._is_stuck:
+                    end = None
+                order = self._orders.popleft() if self._orders else None
+                if order is None and self._stops > self._stopped:
+                    self._stopped = self._stops
+                    begun = self._begun
+                    self._post(functools.partial(_stopped, begun))
+                    continue
+                if isinstance(order, Enter):
+                    self._entered += 1
+                    self.record = order.record
+                    self.history.append((order.record, time.time()))
+                    self._values = {key: one for key, one in self._values.items() if key[0] >= order.record.number}
+                    self._changed.notify_all()
+                    return order.record
+                if isinstance(order, Leave):
+                    self.why_out = self.why_out or order.why
+                    self._changed.notify_all()
+            if isinstance(order, Leave):
+                raise LeftBehind(self.me, order.why, None)
+            if isinstance(order, Take):
+                assert isinstance(order.result, Result)
+                take(order.unit, order.result)
+            if end is not None and time.monotonic() >= end:
+                raise NotEnoughMembers(f"{self._here()}: no majority came back within {self.wait:g} s")
+
+    # ---- For the main thread
+
+    def begin(self, iteration: int) -> Record:
+        """Note that this rank begins ``iteration``, after waiting while a change is under way.
+
+        Returns the generation that it belongs to.
+
+        Raises:
+            Interrupted: there is no such generation: what the communication thread does has failed, and says why.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._stops == self._entered or self.why_out is not None or self._is_closed)
+            if self.why_out is not None or self._is_closed:
+                raise Interrupted
+            self._begun = iteration + 1
+            return self.record
+
+    def stop_listening(self) -> None:
+        """Let signals be no request to leave any more: training is done."""
+        self.signal = lambda: None
+
+    def give_up(self, why: str) -> None:
+        """Let ``begin`` fail from now on: what the communication thread does has failed."""
+        with self._changed:
+            self.why_out = self.why_out or why
+            self._changed.notify_all()
+
+    # ---- Values that members share
+
+    def share(self, generation: int, key: str, value: str | None) -> None:
+        """Let all members of ``generation`` know ``value``; None deletes it."""
+        members = self.record.members
+        self._keep(generation, key, value)
+        letter = Value(generation, key, value)
+
+        def send(member: Member, now: float) -> None:
+            for peer in members:
+                if peer != self.me:
+                    self._control.send(peer, letter)
+
+        self._post(send)
+
+    def shared(self, generation: int, keys: Sequence[str]) -> dict[str, str]:
+        """Return those of the values of ``generation`` with these ``keys`` that are known."""
+        with self._changed:
+            return {key: self._values[generation, key] for key in keys if (generation, key) in self._values}
+
+    # ---- The end
+
+    def close(self, *, in_order: bool) -> None:
+        """End the membership: ``in_order`` if all members have done their work; else the others go on."""
+        self._is_over = self._is_over or in_order
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._control.wake()
+        self._thread.join(2 * GOODBYE_SECONDS)
+
+    # ---- The thread
+
+    def _post(self, event: Event) -> None:
+        self._events.append(event)
+        self._control.wake()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._is_closed:
+            now = time.monotonic()
+            if now >= due and not self._is_over and (member := self._member) is not None:
+                self._look_for_signals(member, now)
+                member.tick(now)
+                self._note_state(member)
+            due = due if now < due else now + TICK_SECONDS
+            while self._events:
+                self._events.popleft()(self._member, time.monotonic())
+            if self._member is not None:
+                self._carry_out(self._member.actions)
+            if not self._events:
+                self._control.poll(due)
+        if self._is_over:
+            for peer in self._control.connected:
+                self._control.send(peer, Goodbye())
+            self._control.flush(GOODBYE_SECONDS)
+        self._control.close()
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        while actions:
+            action = actions.pop(0)
+            if self._is_over:
+                continue
+            match action:
+                case Send():
+                    self._control.send(action.to, action.message)
+                case Supply():
+                    self._supply(action)
+                case Stop():
+                    with self._changed:
+                        self._stops += 1
+                        self._changed.notify_all()
+                    self.interrupt()
+                case Take() | Enter() | Leave():
+                    if isinstance(action, Enter) and self._asked_to_leave:  # nobody would have stayed
+                        self.stop_at = action.record.first
+                    with self._changed:
+                        self._orders.append(action)
+                        if isinstance(action, Leave) and self._stops == self._stopped:
+                            self._stops += 1  # it was left behind without being asked
+                        self._changed.notify_all()
+                    if isinstance(action, Enter):
+                        for lost in action.record.lost:
+                            self._control.forget(lost.member)
+                    if isinstance(action, Leave):
+                        self.interrupt()
+
+    def _supply(self, action: Supply) -> None:
+        units = range(action.first, action.last + 1)
+        results = {unit: result for unit in units if (result := self.result_of(unit)) is not None}
+        if len(results) == len(units) and self._member is not None:
+            settled = self._member.settled
+            self._control.send(action.to, Results(action.generation, action.ballot, results, settled))
+
+    def _hear(self, peer: int, letter: Message | Value | Wish | Goodbye) -> None:
+        match letter:
+            case Value():
+                self._keep(letter.generation, letter.key, letter.value)
+            case Wish():
+                self._wishes.setdefault(peer, time.monotonic())
+            case Goodbye():
+                self._is_over = True
+            case _ if self._member is None:
+                self._early.append((peer, letter))
+            case _:
+                if isinstance(letter, Prepare) and self.me in self._wishes:
+                    self._member.vote.leaves = self._asked_to_leave = True
+                self._member.receive(peer, letter, time.monotonic())
+                if isinstance(letter, Beat) and peer not in self._answered:
+                    self._answered.add(peer)
+                    self._member.beat_to([peer], time.monotonic())
+
+    def _on_sign(self, peer: int) -> None:
+        if self._member is not None:
+            self._member.peers.hear(peer, time.monotonic())
+
+    def _on_end(self, peer: int) -> None:
+        if self._member is not None:
+            self._member.gone(peer, time.monotonic())
+        elif not self._is_over:
+            self.give_up(f"the process of rank {peer} has ended before training has begun")
+            self.interrupt()
+
+    def _on_break(self, peer: int) -> None:
+        if self._member is not None:
+            self._member.broken(peer, time.monotonic())
+
+    def _keep(self, generation: int, key: str, value: str | None) -> None:
+        with self._changed:
+            if value is None:
+                self._values.pop((generation, key), None)
+            elif generation >= self.record.number:
+                self._values[generation, key] = value
+                self._changed.notify_all()
+
+    def _look_for_signals(self, member: Member, now: float) -> None:
+        """Leave some time after a signal has asked this process to stop, or at once if all were asked."""
+        signal = self.signal()
+        if signal is None or self.stop_at is not None or member.state is State.OUT:
+            return
+        if self.me not in self._wishes:
+            self._wishes[self.me] = now
+            for peer in member.record.members:
+                if peer != self.me:
+                    self._control.send(peer, Wish(signal))
+        all_asked = all(peer in self._wishes for peer in member.record.members)
+        if (all_asked or now >= self._wishes[self.me] + SIGNALS_SECONDS) and not member.vote.leaves:
+            self._asked_to_leave = True
+            member.leave(now)
+
+    def _note_state(self, member: Member) -> None:
+        """Say once when no majority is in reach, or again when one is."""
+        is_stuck = member.state is State.STUCK
+        if is_stuck and not self._is_stuck:
+            say(f"{self._here()}: no majority. Waiting for the others (--wait {self.wait:g}); the state is kept")
+        self._is_stuck = is_stuck
+
+    def _here(self) -> str:
+        member, now = self._member, time.monotonic()
+        assert member is not None
+        members = member.record.members
+        here = len(member.peers.living(members, now))
+        return f"rank {self.me}: {here} of {len(members)} ranks of generation {member.record.number} are here"
+
+
+def _stopped(begun: int, member: Member, now: float) -> None:
+    member.stopped(begun, now)

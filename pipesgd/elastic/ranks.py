@@ -1,0 +1,149 @@
+"""The ranks of an elastic run: those of a generation, on the communication thread, and as the main thread sees them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from pipesgd.elastic.members import Members
+from pipesgd.elastic.units import Units, gathered
+from pipesgd.elastic.values import SharedValues
+from pipesgd.errors import RunError
+from pipesgd.membership.generation import Record, first_record
+from pipesgd.ranks import Ranks
+
+
+class MembersChanged(RunError):  # noqa: N818 (what happened)
+    """Members were lost while something was computed for which each has its share; it must be computed again."""
+
+
+@dataclass(eq=False)
+class GenerationRanks(Ranks):
+    """The ranks of one generation, for the communication thread; all of their exchanges end when it does."""
+
+    def watch(self, on_failure: Callable[[RunError], None], *, even_alone: bool = False) -> Callable[[], None]:
+        return lambda: None  # members watch each other
+
+
+@dataclass(eq=False)
+class ElasticRanks(Ranks):
+    """The members of an elastic run as the main thread sees them: each exchange of values is a unit of its own.
+
+    ``rank`` and ``world_size`` are those of the generation ``record``. It changes in the same places of the program on
+    all members: when a unit's result is read, and where an iteration begins.
+    """
+
+    machines: tuple[int, ...] = ()
+    """A number for each member's machine, by the member's id."""
+    places: tuple[str, ...] = ()
+    """Address of each member, by the member's id."""
+    joined: Ranks = field(init=False, repr=False)
+    """Ranks that this process has joined, whose numbers messages about its end bear."""
+    units: Units = field(init=False, repr=False)
+    members: Members = field(init=False, repr=False)
+    record: Record = field(init=False, repr=False)
+
+    is_elastic: ClassVar[bool] = True
+
+    def see(self, record: Record) -> None:
+        """Let this object be about the members of ``record``."""
+        self.see_members(record.members)
+        self.record = record
+
+    def see_members(self, members: tuple[int, ...]) -> None:
+        """Let the numbers of ranks be those among ``members``, ids in the order of the ring."""
+        me = self.members.me
+        own = [one for one in members if self.machines[one] == self.machines[me]]
+        self.rank, self.world_size, self.numbers = members.index(me), len(members), members
+        self.local_rank, self.local_world_size = own.index(me), len(own)
+        self.job_size = self.world_size
+        self._addresses = [self.places[one] for one in members]
+        self.joined.rank, self.joined.numbers = self.rank, members
+
+    def check_same_since(self, before: Record) -> None:
+        """Raise ``MembersChanged`` if ``before`` was another generation."""
+        if self.record.members != before.members:
+            raise MembersChanged(f"rank {self.members.me}: members were lost meanwhile")
+
+    def first(self, number: int) -> Ranks:
+        assert number == self.world_size, "all ranks of an elastic run train"
+        return self
+
+    def watch(self, on_failure: Callable[[RunError], None], *, even_alone: bool = False) -> Callable[[], None]:
+        return lambda: None  # members watch each other
+
+    def all_gather_object(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
+        found, record = self.units.call(gathered(what, value, within=within, close_by=close_by))
+        self.see(record)
+        return found
+
+    def addresses(self) -> list[str]:
+        return self._addresses
+
+    def report(self, error: str, peer: int | None = None) -> None:
+        """Do nothing: the others go on without this rank."""
+
+    def close(self, *, in_order: bool) -> None:
+        """End the membership of this process."""
+        self.units.close()
+        self.members.close(in_order=in_order)
+
+
+def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, wait: float) -> ElasticRanks:
+    """Return the members that ``ranks`` become, of which some may be lost from the start of training on. Collective.
+
+    Args:
+        ranks: all ranks of the job.
+        device: device of the tensors of sums.
+        transport: "tcp" or "tls".
+        least: least number of members that train.
+        wait: seconds for which a member without a majority waits for the others.
+    """
+    wrap = None
+    if transport == "tls":
+        from pipesgd.comm.tls import tls
+
+        wrap = tls(ranks.secret)
+    machines = ranks.all_gather_object("machines of members", ranks.rank - ranks.local_rank)
+    places = ranks.addresses()
+    members = Members(ranks, wrap, least=least, wait=wait)
+    found = ElasticRanks(
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        store=ranks.store,
+        restart_count=ranks.restart_count,
+        processes=ranks.processes,
+        by_torchrun=ranks.by_torchrun,
+        standing=ranks.standing,
+        secret=ranks.secret,
+        job_store=ranks.job_store,
+        machines=tuple(machines),
+        places=tuple(places),
+    )
+    found.joined, found.members, found.record = ranks, members, first_record(range(ranks.world_size))
+    found.units = Units(members, functools.partial(_of_generation, found), device)
+    found.see(found.record)
+    ranks.all_gather_object("members", None)
+    ranks.stand_down()
+    return found
+
+
+def _of_generation(own: ElasticRanks, record: Record) -> Ranks:
+    """Return the ranks of a generation."""
+    members = own.members
+    found = GenerationRanks(
+        rank=record.members.index(members.me),
+        world_size=len(record.members),
+        store=SharedValues(members, record.number),
+        standing=own.standing,
+        secret=own.secret,
+        by_torchrun=False,
+        numbers=record.members,
+        still=members.check,
+    )
+    found._addresses = [own.places[member] for member in record.members]
+    return found

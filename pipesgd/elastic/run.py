@@ -1,0 +1,180 @@
+"""A run whose members may be lost: those who remain take over the samples, and the first of them the records."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from pipesgd.elastic.members import Interrupted
+from pipesgd.elastic.ranks import ElasticRanks, MembersChanged
+from pipesgd.errors import NotEnoughMembers, UserInputError, named
+from pipesgd.membership.generation import Record, Span, first_record
+from pipesgd.membership.record import Span as Slices
+from pipesgd.process import say
+from pipesgd.run.evaluation import Evaluation
+from pipesgd.run.metrics import MetricsWriter
+from pipesgd.run.summary import Result
+from pipesgd.train import DEFAULT_EPOCHS, Job, Run, _follow
+
+
+class ElasticRun(Run):
+    """A run on a member; see ``Run``.
+
+    Raises:
+        UserInputError: members have samples of their own, or there are fewer of them than train.
+    """
+
+    def __init__(self, job: Job):
+        ranks = job.ranks
+        assert isinstance(ranks, ElasticRanks)
+        if job.data.sharded:
+            raise UserInputError.on_all_ranks(
+                "the data set must be the same on all ranks with --elastic, since a lost rank's samples are given to "
+                "others; got one in which each rank has its own"
+            )
+        if ranks.members.least > ranks.world_size:
+            raise UserInputError.on_all_ranks(
+                f"elastic must be at most the number of ranks, {ranks.world_size}; got {ranks.members.least}"
+            )
+        self._ranks = ranks
+        self._span: Span | None = None
+        """Span of the samples that this member takes."""
+        self._said = 0
+        """Number of generations that have been told of."""
+        self._records_from: int | None = None
+        """Iteration from which on this member is the first one; None if it is not."""
+        super().__init__(job)
+
+    def train(self) -> None:
+        members, batches = self._ranks.members, self.job.batches
+        members.signal = lambda: self._ranks.standing.farewell.requested
+        record = batches.record
+        newest = record.spans[-1]
+        rest = newest.given_back[(self.start - newest.first) * newest.ranks :]
+        first = first_record(range(self._ranks.world_size), self.start, rest, record.given(self.start))
+        self._ranks.units.start(first)
+        self._span = first.spans[0]
+        if self._ranks.rank == 0:
+            self._records_from = self.start
+        super().train()
+
+    def _ends_before(self, iteration: int) -> bool:
+        members = self._ranks.members
+        try:
+            record = members.begin(iteration)
+        except Interrupted:
+            self._ranks.units.thread.check()  # it says why
+            raise
+        span = record.span(iteration)
+        if span != self._span:
+            self._take_samples(span, iteration)
+        self._say_changes()
+        if members.stop_at is not None and iteration >= members.stop_at:
+            return True
+        if len(record.members) < members.least:
+            written = self.save_checkpoint(iteration)
+            raise NotEnoughMembers(
+                f"{len(record.members)} of the ranks are left, fewer than --elastic {members.least}; "
+                + (f"--resume continues after iteration {iteration}" if written else "no checkpoint could be written")
+            )
+        return False
+
+    def _take_samples(self, span: Span, iteration: int) -> None:
+        """Take the samples of ``span`` from ``iteration`` on, as a member of those who remain."""
+        ranks, batches = self._ranks, self.job.batches
+        ranks.see_members(span.members)
+        self._span = span
+        batches.follow(Slices(span.first, len(span.members), span.fresh, span.given_back), ranks.rank)
+        self._samples.close()
+        self._samples = batches.from_iteration(iteration, self.job.device)
+        optimization = self.job.config.optimization
+        if optimization.iterations is None:  # epochs end with their samples, and the schedule with them
+            end = (optimization.epochs or DEFAULT_EPOCHS) * batches.record.length
+            self.job = replace(self.job, iterations=batches.record.iterations(end))
+            self._next_rate = functools.partial(_follow, self.state.schedule, batches.record)
+        if ranks.rank == 0 and self._records_from is None:
+            self._records_from = iteration
+            self._begin_records(iteration)
+
+    def _say_changes(self) -> None:
+        """Tell of the members that were lost since this was called last, on the first member."""
+        history = self._ranks.members.history
+        while self._said + 1 < len(history):
+            self._said += 1
+            record, _ = history[self._said]
+            if record.members[0] == self._ranks.members.me:
+                say(sentence(record, self.job.config.samples_per_rank))
+
+    def _evaluate(self) -> Evaluation:
+        ranks = self._ranks
+        ranks.all_gather_object("members", None)
+        while True:
+            before = ranks.record
+            try:
+                evaluation = super()._evaluate()
+                ranks.check_same_since(before)
+            except MembersChanged:
+                continue
+            return evaluation
+
+    def save_checkpoint(self, done: int) -> bool:
+        """Write a checkpoint of those who remain; again if one of them was lost meanwhile, with its part of it."""
+        ranks = self._ranks
+        ranks.all_gather_object("members", None)
+        while True:
+            before = ranks.record
+            written = super().save_checkpoint(done)
+            if ranks.record.members == before.members:
+                return written
+
+    def finish(self) -> Result:
+        self._ranks.members.stop_listening()
+        return super().finish()
+
+    def leave_behind(self, result: Result) -> None:
+        if self._ranks.rank == 0 and self._attempts is None:  # since the others were lost at the end
+            with MetricsWriter(self.job.folder, start=self.job.iterations) as writer:
+                self._history = writer.history
+                self._attempts = self._begin_attempt(run_again=0)
+        super().leave_behind(result)
+        self._ranks.close(in_order=True)
+
+    def _summary_of_members(self) -> dict[str, Any]:
+        history = self._ranks.members.history
+        return {
+            "generations": [
+                {
+                    "number": record.number,
+                    "members": list(record.members),
+                    "time": when,
+                    "first_iteration": record.first,
+                    "iterations_done": record.settled,
+                    "lost": [
+                        {"rank": one.member, "why": one.why, "slices_given_back": list(one.slices)}
+                        for one in record.lost
+                    ],
+                }
+                for record, when in history
+            ]
+        }
+
+
+def sentence(record: Record, samples: int) -> str:
+    """Return the line that tells of the change to ``record``, where a slice has this many ``samples``."""
+    slices = sum(len(one.slices) for one in record.lost)
+    again = record.first - record.settled
+    what = "; ".join(f"rank {one.member} is lost: {one.why}" for one in record.lost) or "connections were made again"
+    text = f"{what}. Generation {record.number}: {named(list(record.members))}"
+    if again > 0:
+        first = record.settled
+        which = f"Iteration {first} is" if again == 1 else f"Iterations {first} to {record.first - 1} are"
+        text += f". {which} summed again"
+    if slices:
+        given = (
+            f"1 slice ({samples} samples) is" if slices == 1 else f"{slices} slices ({slices * samples} samples) are"
+        )
+        text += f"; {given} given out again"
+    if record.lost:
+        text += "; what its codec had left out is lost"
+    return text

@@ -1,0 +1,95 @@
+"""Ranks that are killed while they train: the others go on, hold the same weights, and take over the samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import elastic_ranks, forked_ranks
+from experiments.elastic_ranks import CHECKPOINT, COMPUTING, EVALUATION, MESSAGES, Ended, Kill
+
+pytestmark = pytest.mark.slow
+
+WORDS = (
+    "--dataset digits --model mlp --hidden-sizes 32 --batch-size 16 --iterations 60 --width 2 --codec int4 "
+    "--transport tcp --elastic 1 --timeout 20 --checkpoint-iterations 10 --evaluate-iterations 7"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    forked_ranks.import_all()
+
+
+def _run(folder: Path, world_size: int, *kills: Kill) -> tuple[Ended, str]:
+    ended = elastic_ranks.run(WORDS, world_size, folder, kills)
+    log = (folder / "log").read_text(encoding="utf-8")
+    assert not ended.hung, log
+    return ended, log
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_without_a_loss_it_trains_as_if_it_were_not_elastic(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("elastic", "plain")]
+    for folder in folders:
+        folder.mkdir()
+    ended, log = _run(folders[0], 3)
+    assert set(ended.codes.values()) == {0}, log
+    plain = elastic_ranks.run(WORDS.replace("--elastic 1 ", ""), 3, folders[1])
+    assert set(plain.codes.values()) == {0}
+    summaries = [_summary(folder) for folder in folders]
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+    assert [one["members"] for one in summaries[0]["generations"]] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("phase", [COMPUTING, "hop", "arrival", EVALUATION, CHECKPOINT])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_others_go_on_after_a_kill(tmp_path: Path, phase: str, rank: int) -> None:
+    call = {EVALUATION: 2, CHECKPOINT: 2, "hop": 150}.get(phase, 20)
+    ended, log = _run(tmp_path, 3, Kill(rank=rank, phase=phase, call=call, seconds=0.002))
+    others = [one for one in range(3) if one != rank]
+    assert ended.codes == {rank: -14} | dict.fromkeys(others, 0), log
+    summary = _summary(tmp_path)
+    assert summary["replicas_identical"]
+    assert summary["iterations"] == 60
+    last = summary["generations"][-1]
+    assert last["members"] == others
+    assert [one["rank"] for one in last["lost"]] == [rank]
+    assert f"rank {rank} is lost: its process has ended. Generation 1: ranks {others[0]}, {others[1]}" in log
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_second_death_in_the_change_is_survived_too(tmp_path: Path, message: str) -> None:
+    first = Kill(rank=3, phase="hop", call=200)
+    kills = [Kill(rank=rank, phase=message, call=0) for rank in (0, 1)]
+    ended, log = _run(tmp_path, 5, first, *kills)
+    assert ended.codes[2] == ended.codes[4] == 0, log
+    assert ended.codes[3] == -9
+    summary = _summary(tmp_path)
+    assert summary["replicas_identical"]
+    assert summary["generations"][-1]["members"] == [rank for rank in range(5) if ended.codes[rank] == 0]
+
+
+def test_down_to_one(tmp_path: Path) -> None:
+    kills = [Kill(rank=rank, phase=COMPUTING, call=10 * (1 + order)) for order, rank in enumerate((2, 0, 3))]
+    ended, log = _run(tmp_path, 4, *kills)
+    assert ended.codes[1] == 0, log
+    assert _summary(tmp_path)["generations"][-1]["members"] == [1]
+
+
+def test_below_the_least_number_the_state_is_written(tmp_path: Path) -> None:
+    kill = Kill(rank=1, phase=COMPUTING, call=20)
+    words = WORDS.replace("--elastic 1", "--elastic 2")
+    ended = elastic_ranks.run(words, 2, tmp_path, [kill])
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert ended.codes == {0: 75, 1: -9}, log
+    assert "fewer than --elastic 2; --resume continues after iteration 2" in log
+    again = elastic_ranks.run(f"{WORDS} --resume", 1, tmp_path)
+    assert again.codes == {0: 0}, (tmp_path / "log").read_text(encoding="utf-8")
