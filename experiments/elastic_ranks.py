@@ -31,13 +31,14 @@ from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.run.checkpoint import Checkpoints
 
 train: Any = importlib.import_module("pipesgd.train")
+training: Any = importlib.import_module("pipesgd.training")
 
 COMPUTING, EVALUATION, CHECKPOINT = "computing", "evaluation", "checkpoint"
 CALLS: dict[str, tuple[Any, str]] = {
-    COMPUTING: (train, "forward_backward"),
+    COMPUTING: (training, "forward_backward"),
     "hop": (TcpLinks, "finish"),
     "arrival": (Pipeline, "apply_oldest"),
-    EVALUATION: (train, "evaluate"),
+    EVALUATION: (training, "evaluate"),
     CHECKPOINT: (Checkpoints, "save"),
 }
 """Functions in whose calls a rank can be killed, by the name of the phase."""

@@ -29,13 +29,14 @@ from pipesgd.exit import run_and_exit
 from pipesgd.run.checkpoint import Checkpoints
 
 train: Any = importlib.import_module("pipesgd.train")
+training: Any = importlib.import_module("pipesgd.training")
 
 TRAINING = "training"
 PHASES: dict[str, tuple[Any, str]] = {
-    TRAINING: (train, "forward_backward"),
+    TRAINING: (training, "forward_backward"),
     "checkpoint": (Checkpoints, "save"),
     "resume": (Checkpoints, "load_newest"),
-    "evaluation": (train, "evaluate"),
+    "evaluation": (training, "evaluate"),
 }
 """Phases in which a rank can be killed, with the function called; a kill in training may also hit what follows it."""
 IMPORTED_LATE = ("torch._dynamo", "torch.utils.tensorboard", "typeguard")

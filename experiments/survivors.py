@@ -17,6 +17,7 @@ the code: the same command continues where it was stopped.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import shutil
@@ -138,7 +139,7 @@ def problem_of(ended: Ended, kills: Sequence[Kill], folder: Path, ranks: int) ->
 
 def seconds_of(ended: Ended, summary: Mapping[str, Any], width: int) -> list[float]:
     """Return the seconds of each change that a death has caused."""
-    paces = [b - a for done in ended.iterations.values() for (_, a), (_, b) in zip(done, done[1:], strict=False)]
+    paces = [b - a for done in ended.iterations.values() for (_, a), (_, b) in itertools.pairwise(done)]
     pace = statistics.median(paces)
     found = []
     for generation in summary["generations"][1:]:

@@ -61,7 +61,6 @@ MAX_LOSS_SCALE = 2.0**127
 
 DEFAULT_STALL_SECONDS = 30.0
 DEFAULT_FAREWELL_SECONDS = 20.0
-DEFAULT_WAIT_SECONDS = 60.0
 
 
 def dataset_kind(name: str) -> str:
@@ -232,8 +231,9 @@ class RunConfig:
     """Least number of ranks with which training goes on when others are lost: those who remain sum again what is
     missing, and take over the samples. It needs --transport tcp or tls, and torchrun's place is taken by pipesgd.launch
     --elastic, since torchrun ends all ranks when one is lost. By default the loss of a rank ends the run."""
-    wait: float = option(DEFAULT_WAIT_SECONDS, at_least=0)
-    """Seconds that ranks without a majority wait for the others before they end with exit code 75; with --elastic."""
+    wait: float | None = option(None, at_least=0)
+    """Seconds that ranks without a majority wait for the others before they end with exit code 75, by default 60; with
+    --elastic."""
     check_replicas: int | None = option(None, at_least=1)
     """Iterations between comparisons of a hash of all ranks' weights; by default only at the end."""
     evaluate_iterations: int | None = option(None, at_least=1)
@@ -441,6 +441,7 @@ what to resume from, and only rank 0's cluster counts."""
 FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
     "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace", "recorder", "transport",
+    "elastic", "wait",
 }  # fmt: skip
 """Options that may change when a run is resumed, since no weight depends on them; but where samples that are
 read by iteration draw random numbers, weights depend on --loader-workers, and such a run is not promised the same bits.

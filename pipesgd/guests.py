@@ -1,4 +1,4 @@
-"""Published systems, and PowerSGD, by name: each is imported when an option names it."""
+"""Published systems, PowerSGD and members that may be lost, by name: each is imported when an option asks for it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ HOMES = {
     "average state": "systems.windows.average_state:AverageState",
     "parameter servers": "systems.servers.strategy:ParameterServers",
     "elastic servers": "systems.servers.elastic:ElasticServers",
+    "elastic members": "elastic.ranks:elastic",
+    "elastic flight": "elastic.flight:ElasticFlight",
+    "elastic run": "elastic.run:ElasticRun",
 }
 """Module in ``pipesgd`` and class or function of each guest, by name."""
 

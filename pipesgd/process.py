@@ -120,6 +120,21 @@ def variables_of_first(world_size: int) -> dict[str, str]:
     }
 
 
+def variables_of_rank(
+    rank: int, world_size: int, *, local_rank: int, local_world_size: int, host: str, port: int
+) -> dict[str, str]:
+    """Return what a launcher sets for a rank, as torchrun does, but for torchrun's own affairs."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(rank // local_world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
 def local_rank() -> int:
     """Return this rank's number among those on its machine, 0 if it is not set; ``ValueError`` if it cannot be."""
     if "LOCAL_WORLD_SIZE" not in os.environ:

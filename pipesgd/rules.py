@@ -128,6 +128,8 @@ LATE: tuple[Rule, ...] = (
 """Options about late gradients, where the user has asked for width 1; windows have iterations that are not late."""
 
 TRAINING: tuple[Rule, ...] = (
+    (lambda o: o.wait is not None and o.elastic is None,
+     "wait must be left out without --elastic, to which it belongs; got {o.wait:g}"),
     (lambda o: o.local_steps > 1 and o.accumulation > 1,
      "accumulation must be 1 with --local-steps, the other way to exchange less often; got {o.accumulation}"),
     (lambda o: o.corrects and o.optimizer == "nesterov",
@@ -190,7 +192,8 @@ ELASTIC: tuple[Rule, ...] = (
     (lambda o: o.codec in ("topk", "powersgd"),
      f"codec must be one that sends every value, such as int4,{_SUMMED_AGAIN}{{o.codec}}"),
     (lambda o: o.reduce != "matrix", f"reduce must be matrix{_SUMMED_AGAIN}{{o.reduce}}"),
-    (lambda o: o.asked, "{o.asked} must be left out with --elastic, which knows no windows yet; got it"),
+    (lambda o: o.asked,
+     "local-steps, outer and fragments must be left out with --elastic, which sums gradients alone; got {o.asked}"),
     (lambda o: o.trace, "trace must be left out with --elastic, since its file has a row for each rank; got True"),
 )  # fmt: skip
 """Options with which a run may lose ranks."""

@@ -15,7 +15,7 @@ import pipesgd.exit
 from pipesgd.errors import PeerFailed, RunError, StoppedBySignal
 from pipesgd.membership.watcher import report_key
 from pipesgd.ranks import Ranks
-from pipesgd.train import report_failure
+from pipesgd.train import reporting_failure
 
 pytestmark = pytest.mark.slow
 
@@ -357,5 +357,6 @@ def test_what_a_rank_reports_on_its_way_out_says_why(failure: BaseException, rea
     """Other ranks quote the reason: one that was told to stop used to fail because of "Terminated()"."""
     ranks = Ranks(rank=1, world_size=2, store=dist.HashStore())
     ranks.iteration = 7
-    report_failure(ranks, type(failure), failure, None)
+    with pytest.raises(type(failure)), reporting_failure(ranks):
+        raise failure
     assert json.loads(ranks.store.get(report_key(1)))[0] == reason

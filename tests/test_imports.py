@@ -42,6 +42,8 @@ FLOORS = [
         "exit",
         "keys",
         "train",
+        "training",
+        "elastic",
         "calibrate",
         "launch",
         "__main__",
@@ -63,6 +65,8 @@ ALL_MAY_NAME = {"timing_model", *(f"timing_model.{name}" for name in _DEFINITION
 """Modules that everybody may import: definitions of what the trainer does, and the notation of quantities."""
 
 MAY_NAME_TORCH_DISTRIBUTED = {
+    "elastic.units",
+    "elastic.values",
     "launch",
     "membership.meeting",
     "membership.neighbours",

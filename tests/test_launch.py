@@ -152,6 +152,38 @@ def test_a_machine_that_waits_can_be_stopped(number: int, start: Start, place: s
         assert running.lines[-1] == f"stopped by {name} before the ranks started"
 
 
+ELASTIC = "-m pipesgd.train --dataset digits --hidden-sizes 30 --iterations 3000 --transport tcp --elastic 1"
+"""Options of a training that may lose ranks."""
+
+
+def test_an_elastic_job_goes_on_without_a_rank_that_is_killed(start: Start) -> None:
+    job = start(f"--nproc-per-node 3 --elastic {ELASTIC} --output run")
+    job.wait_for("mlp (")
+    os.kill(job.rank_pids()[1], signal.SIGKILL)
+    job.wait_for("the process of rank 1 was ended by SIGKILL")
+    job.wait_for("rank 1 is lost: its process has ended. Generation 1: ranks 0, 2")
+    assert job.finish() == 0
+    assert any("bit-identical" in line for line in job.lines)
+
+
+def test_two_machines_of_an_elastic_job_outlive_the_first_one(start: Start, place: str) -> None:
+    first, second = (
+        start(f"--node-rank {machine} {place} --elastic {ELASTIC} --output run-{machine}") for machine in range(2)
+    )
+    first.wait_for("mlp (")
+    first.end()
+    second.wait_for("rank 0 is lost: its process has ended. Generation 1: rank 1")
+    assert second.finish() == 0
+
+
+def test_an_elastic_job_forwards_signals_to_all_ranks(start: Start) -> None:
+    job = start(f"--nproc-per-node 2 --elastic {ELASTIC} --output run")
+    job.wait_for("mlp (")
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.finish() == 143
+    assert any(line.startswith("stopped by SIGTERM after iteration ") for line in job.lines)
+
+
 def test_two_machines_with_one_number_are_refused(start: Start, place: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SLEEPS)
     three = place.replace("--nnodes 2", "--nnodes 3")

@@ -12,6 +12,8 @@ from pipesgd.errors import UserInputError
 from pipesgd.rules import IN_DDP, TABLES, check_rules, options_of_sections
 from pipesgd.sections import Updates, Wire
 
+SURVIVING = "--elastic 2 --transport tcp"
+
 OF_THE_COMMAND = [
     (
         "--local-steps 4 --accumulation 2",
@@ -22,6 +24,28 @@ OF_THE_COMMAND = [
         "all-reduce must be another one with --width auto, since links inside nodes are not calibrated; got "
         "hierarchical",
     ),
+    ("--wait 3", "wait must be left out without --elastic, to which it belongs; got 3"),
+    ("--elastic 2 --strategy local", "strategy must be pipelined with --elastic; got local"),
+    ("--elastic 2", "transport must be tcp or tls with --elastic, since gloo's waits cannot be ended; got gloo"),
+    (
+        f"{SURVIVING} --all-reduce all-to-all",
+        "all-reduce must be ring with --elastic, which sums again what a lost rank has left unfinished; got all-to-all",
+    ),
+    (
+        f"{SURVIVING} --codec powersgd",
+        "codec must be one that sends every value, such as int4, with --elastic, which sums again what a lost rank has "
+        "left unfinished; got powersgd",
+    ),
+    (
+        f"{SURVIVING} --reduce rows",
+        "reduce must be matrix with --elastic, which sums again what a lost rank has left unfinished; got rows",
+    ),
+    (
+        f"{SURVIVING} --local-steps 4",
+        "local-steps, outer and fragments must be left out with --elastic, which sums gradients alone; got "
+        "--local-steps",
+    ),
+    (f"{SURVIVING} --trace", "trace must be left out with --elastic, since its file has a row for each rank; got True"),
     (
         "--codec topk --all-reduce all-to-all",
         "all-reduce must be ring with --codec topk, whose values are gathered around it; got all-to-all",

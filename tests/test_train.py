@@ -32,7 +32,7 @@ from _runs import (
 )
 from _waiting import wait_until
 
-from pipesgd import train as train_module
+from pipesgd import training as train_module
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.ranks import Ranks
@@ -450,7 +450,7 @@ def _train_with_infinities(
             gradient.fill_(loss := value)
         return loss, spans
 
-    pytest.MonkeyPatch().setattr("pipesgd.train.forward_backward", poisoned)
+    pytest.MonkeyPatch().setattr("pipesgd.training.forward_backward", poisoned)
     return train_as_a_rank(ranks, words)
 
 

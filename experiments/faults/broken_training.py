@@ -23,7 +23,8 @@ TOO_MUCH = 1 << 46
 """Numbers in a tensor that no machine has memory for."""
 
 train: Any = importlib.import_module("pipesgd.train")
-forward_backward, load = train.forward_backward, train.load
+training: Any = importlib.import_module("pipesgd.training")
+forward_backward, load = training.forward_backward, train.load
 
 
 def announce() -> None:
@@ -61,6 +62,6 @@ def slow_load(config: Any, ranks: Any) -> Any:
 
 
 if __name__ == "__main__":
-    train.forward_backward = faulty_forward_backward
+    training.forward_backward = faulty_forward_backward
     train.load = slow_load
     run_and_exit(train.train, sys.argv[1:])

@@ -124,7 +124,7 @@ class ShardedBatches:
         self.record = record.changed(iteration, ranks)
 
     def follow(self, span: Span, rank: int) -> None:
-        """Let this rank have the number ``rank`` in the ``span`` that begins with the next iteration that is asked for."""
+        """Let this rank be number ``rank`` in ``span``, which begins with the next iteration that is asked for."""
         self.record, self._rank = self.record.followed_by(span), rank
 
     @property

@@ -80,6 +80,8 @@ class ControlConnections(Greeter):
         super().__init__(
             ranks.rank, places, tokens, listener, secret=greeting_secret(ranks), wrap=wrap, number=ranks.number
         )
+        self.last_word: Any = Goodbye()
+        """Letter to members that were left behind, and come again."""
         self._on_letter, self._on_sign, self._on_end, self._on_break = on_letter, on_sign, on_end, on_break
         self._peers = {rank: _Peer() for rank in range(ranks.world_size) if rank != ranks.rank}
         for rank, peer in self._peers.items():
@@ -169,12 +171,15 @@ class ControlConnections(Greeter):
     # ---- Connections
 
     def _may_come(self, rank: int) -> bool:
-        return not self._peers[
-            rank
-        ].is_dead  # a second connection takes the place of one that the other end has given up
+        return True  # a second connection takes the place of one that the other end has given up
 
     def _connected(self, rank: int, sock: socket.socket) -> None:
         peer = self._peers[rank]
+        if peer.is_dead:  # it does not know yet that it was left behind
+            with contextlib.suppress(OSError):
+                sock.send(b"".join(encode(self.last_word)))
+            close(sock)
+            return
         was_broken = peer.tell < math.inf
         self._drop(peer)
         peer.sock = sock

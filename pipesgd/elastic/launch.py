@@ -7,11 +7,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from pipesgd.process import say
+from pipesgd.process import say, variables_of_rank
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that the ranks get, too."""
@@ -34,13 +33,7 @@ def launch_elastic(
         port: port at which ranks meet there; None if this is the only machine.
     """
     first = machine * ranks
-    shared = os.environ | {
-        "WORLD_SIZE": str(machines * ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": str(machine),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(_free_port(host) if port is None else port),
-    }
+    port = _free_port(host) if port is None else port
     started: dict[int, subprocess.Popen[bytes]] = {}
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -52,9 +45,10 @@ def launch_elastic(
     codes: dict[int, int] = {}
     try:
         for local in range(ranks):
-            own = shared | {"RANK": str(first + local), "LOCAL_RANK": str(local)}
-            command = [program, *words] if not program.endswith(".py") else [sys.executable, program, *words]
-            started[first + local] = subprocess.Popen(command, env=own)
+            own = variables_of_rank(
+                first + local, machines * ranks, local_rank=local, local_world_size=ranks, host=host, port=port
+            )
+            started[first + local] = subprocess.Popen([program, *words], env=os.environ | own)
         of_process = {process.pid: rank for rank, process in started.items()}
         last = 0
         while of_process:

@@ -22,7 +22,20 @@ from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.letters import Goodbye, Result, Value, Wish
 from pipesgd.errors import LeftBehind, NotEnoughMembers
 from pipesgd.membership.generation import Record, first_record
-from pipesgd.membership.messages import Action, Beat, Enter, Leave, Message, Prepare, Results, Send, Stop, Supply, Take
+from pipesgd.membership.messages import (
+    Action,
+    Beat,
+    Decided,
+    Enter,
+    Leave,
+    Message,
+    Prepare,
+    Results,
+    Send,
+    Stop,
+    Supply,
+    Take,
+)
 from pipesgd.membership.peers import TICK_SECONDS
 from pipesgd.membership.protocol import Member, State
 from pipesgd.process import say
@@ -288,6 +301,7 @@ class Members:
                             self._stops += 1  # it was left behind without being asked
                         self._changed.notify_all()
                     if isinstance(action, Enter):
+                        self._control.last_word = Decided(action.record)
                         for lost in action.record.lost:
                             self._control.forget(lost.member)
                     if isinstance(action, Leave):

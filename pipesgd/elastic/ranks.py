@@ -16,6 +16,8 @@ from pipesgd.errors import RunError
 from pipesgd.membership.generation import Record, first_record
 from pipesgd.ranks import Ranks
 
+DEFAULT_WAIT_SECONDS = 60.0
+
 
 class MembersChanged(RunError):  # noqa: N818 (what happened)
     """Members were lost while something was computed for which each has its share; it must be computed again."""
@@ -93,7 +95,7 @@ class ElasticRanks(Ranks):
         self.members.close(in_order=in_order)
 
 
-def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, wait: float) -> ElasticRanks:
+def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, wait: float | None) -> ElasticRanks:
     """Return the members that ``ranks`` become, of which some may be lost from the start of training on. Collective.
 
     Args:
@@ -101,7 +103,7 @@ def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, w
         device: device of the tensors of sums.
         transport: "tcp" or "tls".
         least: least number of members that train.
-        wait: seconds for which a member without a majority waits for the others.
+        wait: seconds for which a member without a majority waits for the others, by default 60.
     """
     wrap = None
     if transport == "tls":
@@ -110,7 +112,7 @@ def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, w
         wrap = tls(ranks.secret)
     machines = ranks.all_gather_object("machines of members", ranks.rank - ranks.local_rank)
     places = ranks.addresses()
-    members = Members(ranks, wrap, least=least, wait=wait)
+    members = Members(ranks, wrap, least=least, wait=DEFAULT_WAIT_SECONDS if wait is None else wait)
     found = ElasticRanks(
         rank=ranks.rank,
         world_size=ranks.world_size,

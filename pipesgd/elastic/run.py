@@ -11,11 +11,12 @@ from pipesgd.elastic.ranks import ElasticRanks, MembersChanged
 from pipesgd.errors import NotEnoughMembers, UserInputError, named
 from pipesgd.membership.generation import Record, Span, first_record
 from pipesgd.membership.record import Span as Slices
+from pipesgd.optim.build import follow
 from pipesgd.process import say
 from pipesgd.run.evaluation import Evaluation
 from pipesgd.run.metrics import MetricsWriter
 from pipesgd.run.summary import Result
-from pipesgd.train import DEFAULT_EPOCHS, Job, Run, _follow
+from pipesgd.training import DEFAULT_EPOCHS, Job, Run
 
 
 class ElasticRun(Run):
@@ -92,7 +93,7 @@ class ElasticRun(Run):
         if optimization.iterations is None:  # epochs end with their samples, and the schedule with them
             end = (optimization.epochs or DEFAULT_EPOCHS) * batches.record.length
             self.job = replace(self.job, iterations=batches.record.iterations(end))
-            self._next_rate = functools.partial(_follow, self.state.schedule, batches.record)
+            self._next_rate = functools.partial(follow, self.state.schedule, batches.record)
         if ranks.rank == 0 and self._records_from is None:
             self._records_from = iteration
             self._begin_records(iteration)

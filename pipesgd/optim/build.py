@@ -9,6 +9,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from pipesgd.config import OptimizationConfig
+from pipesgd.membership.record import Record
 from pipesgd.shards import is_dtensor
 
 
@@ -76,3 +77,9 @@ def scale_rates(optimizer: Optimizer, schedule: LRScheduler, factor: float) -> N
                 group[name] *= factor
     schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
     schedule._last_lr = [rate * factor for rate in schedule._last_lr]  # torch has no other way to set it
+
+
+def follow(schedule: LRScheduler, record: Record, done: int) -> None:
+    """Let ``schedule`` go to where the first ranks of ``record`` would be with the samples of ``done`` iterations."""
+    schedule.last_epoch = record.progress(done) - 1  # type: ignore[assignment]  # rates between two iterations
+    schedule.step()

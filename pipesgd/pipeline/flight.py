@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from pipesgd.flat_buffer import (
     take_mean,
     take_shares,
 )
-from pipesgd.pipeline.in_flight import WHOLE, InFlight, Known, Layout, Outgoing, Reduction
+from pipesgd.pipeline.in_flight import WHOLE, InFlight, Known, Layout, Members, Outgoing, Reduction
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Undo, added_by_place, as_real
 from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
@@ -42,30 +42,6 @@ from pipesgd.sections import Wire
 from pipesgd.strategy import Comparison, Span, StepReport
 
 T = TypeVar("T")
-
-
-class Members(Protocol):
-    """The ranks that hold one replica of the model together with this one, each a part of it."""
-
-    def connect(self) -> None:
-        """Connect to the other members. Collective, as is all that follows but ``close``."""
-
-    def begin(self, iteration: int) -> None:
-        """Let the sums on the communication thread be of ``iteration`` from now on."""
-
-    def finite_norm(
-        self, finite: bool, mean: Sequence[Tensor], agree: Callable[[Tensor], Tensor]
-    ) -> tuple[bool, float]:
-        """Return whether the whole mean is finite, and its norm."""
-
-    def is_so(self, flag: bool) -> bool:
-        """Return True if ``flag`` is true on all members."""
-
-    def wait_for_all(self) -> None:
-        """Return when all members have called this."""
-
-    def close(self) -> None:
-        """End the connections to the members."""
 
 
 class Flight(Generic[Known]):

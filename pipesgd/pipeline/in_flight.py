@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,30 @@ class Layout:
         """Return the tensors of each bucket, or of those with this ``exchange``."""
         pairs = zip(self.buckets, self.exchange, strict=True)
         return [[self.tensors[index] for index in one] for one, how in pairs if exchange in (None, how)]
+
+
+class Members(Protocol):
+    """The ranks that hold one replica of the model together with this one, each a part of it."""
+
+    def connect(self) -> None:
+        """Connect to the other members. Collective, as is all that follows but ``close``."""
+
+    def begin(self, iteration: int) -> None:
+        """Let the sums on the communication thread be of ``iteration`` from now on."""
+
+    def finite_norm(
+        self, finite: bool, mean: Sequence[Tensor], agree: Callable[[Tensor], Tensor]
+    ) -> tuple[bool, float]:
+        """Return whether the whole mean is finite, and its norm."""
+
+    def is_so(self, flag: bool) -> bool:
+        """Return True if ``flag`` is true on all members."""
+
+    def wait_for_all(self) -> None:
+        """Return when all members have called this."""
+
+    def close(self) -> None:
+        """End the connections to the members."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pipesgd.comm.headers import STEP, SYNCHRONOUS_STEP
 from pipesgd.comm.transport import Group, Mesh
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
 from pipesgd.flat_buffer import check_layouts, memory_layout
+from pipesgd.guests import guest
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import check_not_schedule_free, drop_gradients, set_aside_gradients
 from pipesgd.pipeline.cut import Cut
@@ -143,10 +144,8 @@ class Pipeline:
         all_ranks = [own, *([] if self.island is None else self.island.members)]
         check_same_training(all_ranks, compared, cut)
         check_compute_alike(all_ranks, optimizer, clipping_of(updates), gathered, options)
-        flight: type[Flight[Unapplied]] = Flight
-        if own.is_elastic:
-            from pipesgd.elastic.flight import ElasticFlight as flight
-        self.flight = flight(
+        kind: type[Flight[Unapplied]] = guest("elastic flight") if own.is_elastic else Flight
+        self.flight = kind(
             own,
             cut.layout,
             options,

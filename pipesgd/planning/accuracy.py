@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from pipesgd.config import TrainConfig
+
 MEASURED = Path(__file__).with_name("accuracy.json")
 """Rows of ``experiments/results/accuracy.csv``: the trainings that are finished, each with a method."""
 FINE = ("fp32", "fp16", "bf16", "truncate16")
@@ -61,6 +63,14 @@ def line(model: nn.Module, *, width: int, codec: str, iterations: int) -> str | 
         f"{row['seeds']} seeds): {what} {cost:+.1f}{unit} from synchronous training "
         f"({min(between):+.1f} to {max(between):+.1f})"
     )
+
+
+def line_of_run(config: TrainConfig, model: nn.Module, iterations: int) -> str | None:
+    """Return what is known of the accuracy of runs like this one; None if there is nothing to be said."""
+    if config.pipeline.strategy != "pipelined" or config.in_windows:
+        return None
+    codec = config.compression.chosen().codec
+    return line(model, width=config.pipeline.width, codec=codec, iterations=iterations)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BufferedRandom
 from pathlib import Path
 
@@ -111,3 +111,12 @@ class Appender:
             if not self._warned:
                 self._warned = True
                 warn(f"{reason(failure, self._path)}; training continues, and the rest is written as soon as possible")
+
+
+@contextlib.contextmanager
+def note_trouble(trouble: list[str], path: Path) -> Iterator[None]:
+    """Add the reason why ``path`` could not be written to ``trouble`` instead of raising it."""
+    try:
+        yield
+    except OSError as failure:
+        trouble.append(f"{path} could not be written: {failure.strerror or failure}")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _links import new_secret
 
 from experiments import elastic_ranks, forked_ranks
 from experiments.elastic_ranks import CHECKPOINT, COMPUTING, EVALUATION, MESSAGES, Ended, Kill
@@ -93,3 +98,68 @@ def test_below_the_least_number_the_state_is_written(tmp_path: Path) -> None:
     assert "fewer than --elastic 2; --resume continues after iteration 2" in log
     again = elastic_ranks.run(f"{WORDS} --resume", 1, tmp_path)
     assert again.codes == {0: 0}, (tmp_path / "log").read_text(encoding="utf-8")
+
+
+# ---- Ranks that are stopped, or asked to stop
+
+LONG = WORDS.replace("--iterations 60", "--iterations 2500").replace("--evaluate-iterations 7", "")
+
+
+class _Signal:
+    """Signals to ranks some time after training has begun, each once."""
+
+    def __init__(self, folder: Path, *signals: tuple[float, int, int]):
+        self._metrics = folder / "run" / "metrics.jsonl"
+        self._due = sorted(signals)
+        self._begin: float | None = None
+
+    def __call__(self, pids: Mapping[int, int]) -> None:
+        if self._begin is None and self._metrics.exists():
+            self._begin = time.monotonic()
+        while self._begin is not None and self._due and time.monotonic() >= self._begin + self._due[0][0]:
+            _, rank, number = self._due.pop(0)
+            if rank in pids:
+                os.kill(pids[rank], number)
+
+
+def _run_with(folder: Path, world_size: int, words: str, *signals: tuple[float, int, int]) -> tuple[Ended, str]:
+    ended = elastic_ranks.run(words, world_size, folder, meanwhile=_Signal(folder, *signals))
+    log = (folder / "log").read_text(encoding="utf-8")
+    assert not ended.hung, log
+    return ended, log
+
+
+def test_a_rank_that_is_silent_for_a_second_is_not_left_behind(tmp_path: Path) -> None:
+    stop = [(2.0, 1, signal.SIGSTOP), (3.2, 1, signal.SIGCONT)]
+    ended, log = _run_with(tmp_path, 3, LONG, *stop)
+    assert set(ended.codes.values()) == {0}, log
+    assert [one["members"] for one in _summary(tmp_path)["generations"]] == [[0, 1, 2]]
+
+
+def test_a_rank_that_is_silent_for_long_is_left_behind_and_says_so(tmp_path: Path) -> None:
+    stop = [(2.0, 0, signal.SIGSTOP), (8.0, 0, signal.SIGCONT)]
+    ended, log = _run_with(tmp_path, 3, LONG, *stop)
+    assert ended.codes == {0: 1, 1: 0, 2: 0}, log
+    assert "rank 0 is lost: it was silent for 3." in log
+    assert "rank 0: left behind by generation 1; the others go on, and a restart of the job takes it in again" in log
+
+
+def test_a_rank_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
+    ended, log = _run_with(tmp_path, 3, LONG, (2.0, 1, signal.SIGTERM))
+    assert ended.codes == {0: 0, 1: 143, 2: 0}, log
+    assert "rank 1 is lost: it asked to leave" in log
+
+
+def test_all_that_are_asked_to_stop_write_a_checkpoint_together(tmp_path: Path) -> None:
+    ended, log = _run_with(tmp_path, 3, LONG, *((2.0 + rank / 4, rank, signal.SIGTERM) for rank in range(3)))
+    assert set(ended.codes.values()) == {143}, log
+    assert "stopped by SIGTERM after iteration " in log
+    again = elastic_ranks.run(f"{LONG} --resume", 3, tmp_path)
+    assert set(again.codes.values()) == {0}, (tmp_path / "log").read_text(encoding="utf-8")
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    secret = new_secret(tmp_path, certificate=True)
+    words = WORDS.replace("--transport tcp", "--transport tls") + f" --secret-file {secret.path}"
+    ended = elastic_ranks.run(words, 3, tmp_path, [Kill(rank=1, phase="hop", call=150)])
+    assert ended.codes == {0: 0, 1: -9, 2: 0}, (tmp_path / "log").read_text(encoding="utf-8")
