@@ -1,6 +1,6 @@
 """Elastic runs of ``pipesgd.train`` whose ranks are forked from this process, and are killed or stopped while they run.
 
-Unlike those of ``forked_ranks``, the others are left alone when one has ended: whether they go on is what is measured.
+Unlike those of ``forked_ranks``, the others are left alone when one has ended: whether they continue is measured.
 """
 
 from __future__ import annotations

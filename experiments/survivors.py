@@ -1,4 +1,4 @@
-"""Ranks that are killed in an elastic run, at any moment: do the others go on, and how soon?
+"""Ranks that are killed in an elastic run, at any moment: do the others continue, and how soon?
 
     python -m experiments.survivors      survivors.csv; exit code 1 if a run ends otherwise than the protocol says
 
@@ -69,7 +69,7 @@ class Survived:
     left: int
     right: bool
     problem: str
-    """What was wrong; empty if nothing was."""
+    """Description of what was wrong; empty if nothing was."""
     seconds: list[float]
     """Seconds of each change, as the module says."""
 

@@ -228,7 +228,7 @@ class RunConfig:
     """Seconds that the ranks have to write a last checkpoint after Ctrl-C, SIGTERM, SIGHUP or SIGQUIT; 0 ends them
     at once."""
     elastic: int | None = option(None, at_least=1)
-    """Least number of ranks with which training goes on when others are lost: those who remain sum again what is
+    """Least number of ranks with which training continues when others are lost: those who remain sum again what is
     missing, and take over the samples. It needs --transport tcp or tls, and torchrun's place is taken by pipesgd.launch
     --elastic, since torchrun ends all ranks when one is lost. By default the loss of a rank ends the run."""
     wait: float | None = option(None, at_least=0)

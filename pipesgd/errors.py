@@ -11,8 +11,8 @@ PipesgdError
     │   └── PeerFailed                         a peer has failed, as it or another rank says
     ├── OutOfStepError                         the ranks are in different calls or iterations
     ├── StoppedBySignal                        a signal such as Ctrl-C ended it in order: 128 and its number
-    ├── LeftBehind                             the other members go on without this process
-    ├── NotEnoughMembers                       too few members are left to go on: exit code 75
+    ├── LeftBehind                             the other members continue without this process
+    ├── NotEnoughMembers                       too few members are left to continue: exit code 75
     ├── NonFiniteGradientError                 NaN or infinity in a gradient
     └── ReplicasDivergedError                  the true weights differ between ranks
 """
@@ -143,7 +143,7 @@ class StoppedBySignal(RunError):  # noqa: N818 (named after what happened)
 
 
 class LeftBehind(RunError):  # noqa: N818 (named after what happened)
-    """The other members of an elastic run go on without this process, because of ``why``."""
+    """The other members of an elastic run continue without this process, because of ``why``."""
 
     def __init__(self, rank: int, why: str, iteration: int | None):
         self.rank = rank
@@ -153,11 +153,11 @@ class LeftBehind(RunError):  # noqa: N818 (named after what happened)
 
     def __str__(self) -> str:
         where = "" if self.iteration is None else f" in iteration {self.iteration}"
-        return f"rank {self.rank}: {self.why}{where}; the others go on, and a restart of the job takes it in again"
+        return f"rank {self.rank}: {self.why}{where}; the others continue, and a restart of the job takes it in again"
 
 
 class NotEnoughMembers(RunError):  # noqa: N818 (named after what happened)
-    """Too few members of an elastic run are left, or in reach, to go on; the message says how many."""
+    """Too few members of an elastic run are left, or in reach, to continue; the message says how many."""
 
 
 class OutOfStepError(RunError):

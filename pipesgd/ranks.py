@@ -74,7 +74,7 @@ class Ranks:
     """
 
     is_elastic: ClassVar[bool] = False
-    """True if some of these ranks may be lost while the others go on."""
+    """True if some of these ranks may be lost while the others continue."""
     rank: int
     """Number of this rank, from 0."""
     world_size: int

@@ -142,7 +142,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
 
 
 def run_of(job: Job) -> Run:
-    """Return the run of ``job``, which goes on without ranks that are lost if it is elastic."""
+    """Return the run of ``job``, which continues without ranks that are lost if it is elastic."""
     kind: type[Run] = Run if job.config.run.elastic is None else guest("elastic run")
     return kind(job)
 

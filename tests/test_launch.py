@@ -152,13 +152,20 @@ def test_a_machine_that_waits_can_be_stopped(number: int, start: Start, place: s
         assert running.lines[-1] == f"stopped by {name} before the ranks started"
 
 
-ELASTIC = "-m pipesgd.train --dataset digits --hidden-sizes 30 --iterations 3000 --transport tcp --elastic 1"
+ELASTIC = (
+    "-m pipesgd.train --dataset digits --hidden-sizes 30 --iterations 3000 --transport tcp --elastic 1 "
+    "--checkpoint-iterations 50"
+)
 """Options of a training that may lose ranks."""
 
 
-def test_an_elastic_job_goes_on_without_a_rank_that_is_killed(start: Start) -> None:
+def wait_until_training(folder: Path) -> None:
+    wait_until((folder / "checkpoints" / "iteration-50").exists, 60)
+
+
+def test_an_elastic_job_continues_without_a_rank_that_is_killed(start: Start, tmp_path: Path) -> None:
     job = start(f"--nproc-per-node 3 --elastic {ELASTIC} --output run")
-    job.wait_for("mlp (")
+    wait_until_training(tmp_path / "run")
     os.kill(job.rank_pids()[1], signal.SIGKILL)
     job.wait_for("the process of rank 1 was ended by SIGKILL")
     job.wait_for("rank 1 is lost: its process has ended. Generation 1: ranks 0, 2")
@@ -166,19 +173,19 @@ def test_an_elastic_job_goes_on_without_a_rank_that_is_killed(start: Start) -> N
     assert any("bit-identical" in line for line in job.lines)
 
 
-def test_two_machines_of_an_elastic_job_outlive_the_first_one(start: Start, place: str) -> None:
-    first, second = (
-        start(f"--node-rank {machine} {place} --elastic {ELASTIC} --output run-{machine}") for machine in range(2)
-    )
-    first.wait_for("mlp (")
+def test_two_machines_of_an_elastic_job_outlive_the_first_one(start: Start, place: str, tmp_path: Path) -> None:
+    words = f"{place} --elastic {ELASTIC}"
+    first, second = (start(f"--node-rank {machine} {words} --output run-{machine}") for machine in range(2))
+    wait_until_training(tmp_path / "run-0")
     first.end()
     second.wait_for("rank 0 is lost: its process has ended. Generation 1: rank 1")
     assert second.finish() == 0
+    assert (tmp_path / "run-1" / "summary.json").exists()
 
 
-def test_an_elastic_job_forwards_signals_to_all_ranks(start: Start) -> None:
+def test_an_elastic_job_forwards_signals_to_all_ranks(start: Start, tmp_path: Path) -> None:
     job = start(f"--nproc-per-node 2 --elastic {ELASTIC} --output run")
-    job.wait_for("mlp (")
+    wait_until_training(tmp_path / "run")
     os.kill(job.pid, signal.SIGTERM)
     assert job.finish() == 143
     assert any(line.startswith("stopped by SIGTERM after iteration ") for line in job.lines)

@@ -105,7 +105,7 @@ class ElasticFlight(Flight[Known]):
         self.thread.submit(lambda: None).result()
 
     def close(self, *, together: bool) -> None:
-        """End the connections; the thread goes on, since exchanges of values may follow."""
+        """End the connections; the thread continues, since exchanges of values may follow."""
         units = self.ranks.units
         atexit.unregister(self._ends.end_unclosed)
         units.on_change = None

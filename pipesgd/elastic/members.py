@@ -1,6 +1,6 @@
-"""This process as a member of an elastic run: a thread that drives the protocol, and what other threads ask of it.
+"""Membership of this process in an elastic run: a thread that drives the protocol, and what other threads ask of it.
 
-The protocol (``pipesgd.membership.protocol``) decides who goes on after a member was lost. It has no clock, no
+The protocol (``pipesgd.membership.protocol``) decides who continues after a member was lost. It has no clock, no
 connections and no threads; all of these are here. Three threads meet:
 
 - the thread of this class beats, hears, and lets the protocol take its steps;
@@ -20,7 +20,7 @@ from typing import Any
 from pipesgd.comm.greeting import Wrap
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.letters import Goodbye, Result, Value, Wish
-from pipesgd.errors import LeftBehind, NotEnoughMembers
+from pipesgd.errors import DeadlineExceeded, LeftBehind, NotEnoughMembers
 from pipesgd.membership.generation import Record, first_record
 from pipesgd.membership.messages import (
     Action,
@@ -43,6 +43,8 @@ from pipesgd.ranks import Ranks
 
 SIGNALS_SECONDS = 2.0
 """Seconds in which all members must be asked to stop to end together, with a checkpoint of all."""
+CONNECTED_SECONDS = 0.005
+"""Seconds between two looks whether all members are connected."""
 GOODBYE_SECONDS = 2.0
 """Seconds in which the last letters must have left."""
 
@@ -50,7 +52,7 @@ Event = Callable[[Any, float], None]
 
 
 class Interrupted(Exception):  # noqa: N818 (what happened)
-    """What the communication thread does is over, since a change of members has begun."""
+    """The work of the communication thread is over, since a change of members has begun."""
 
 
 class Members:
@@ -80,15 +82,16 @@ class Members:
         self.history: list[tuple[Record, float]] = [(self.record, time.time())]
         """All generations that it has entered, and when."""
         self.why_out: str | None = None
-        """Reason why the others go on without this process; None if it is a member."""
+        """Reason why the others continue without this process; None if it is a member."""
         self.stop_at: int | None = None
         """Iteration that nobody begins, since all members were asked to stop; None if they were not."""
         self._changed = threading.Condition()
         self._orders: deque[Take | Enter | Leave] = deque()
         """Actions that the communication thread has not carried out yet."""
-        self._has_started = False
+        self.has_started = False
+        """True once a member may be lost."""
         self._stops = self._stopped = self._entered = 0
-        """Number of times that the sums were to stop, that they have stopped, and that they have gone on."""
+        """Number of times that the sums were to stop, that they have stopped, and that they have continued."""
         self._begun = 0
         self._values: dict[tuple[int, str], str] = {}
         """Values that members share, by generation and key."""
@@ -112,10 +115,24 @@ class Members:
         self._thread = threading.Thread(target=self._run, name="pipesgd-members", daemon=True)
         self._thread.start()
 
+    def wait_for_connections(self, seconds: float) -> None:
+        """Return when there is a connection to every other member.
+
+        Raises:
+            DeadlineExceeded: one was not there within ``seconds``.
+        """
+        end = time.monotonic() + seconds
+        while missing := sorted({*self.record.members} - {self.me, *self._control.connected}):
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(
+                    rank=self.me, peer=missing[0], operation="connection", reason=f"no answer within {seconds:g} s"
+                )
+            time.sleep(CONNECTED_SECONDS)
+
     def start(self, first: Record) -> None:
         """Survive losses from now on. All members have met, and hold ``first``, generation 0, alike."""
         with self._changed:
-            self.record, self.history, self._has_started = first, [(first, time.time())], True
+            self.record, self.history, self.has_started = first, [(first, time.time())], True
         contacts = list(first.members)
 
         def begin(nothing: Member | None, now: float) -> None:
@@ -141,20 +158,20 @@ class Members:
 
     def holds(self, unit: int, settled: int) -> None:
         """Note that this rank has done ``unit``, and has with it the means of ``settled`` iterations."""
-        if self._has_started:  # nobody waits for it
+        if self.has_started:  # nobody waits for it
             self._events.append(lambda member, now: member.holds(unit, now, settled))
 
     def trouble(self, peer: int | None) -> None:
         """Note that a sum has failed, at the connection to ``peer`` if that is known: a change must follow."""
         suspect = self.me if peer is None or peer not in self.record.members else peer
-        if self._has_started:
+        if self.has_started:
             self._post(lambda member, now: member.broken(suspect, now))
 
     def next_record(self, take: Callable[[int, Result], None]) -> Record:
         """Stop, take results that others have and this process does not, and return the generation to enter.
 
         Raises:
-            LeftBehind: the others go on without this process.
+            LeftBehind: the others continue without this process.
             NotEnoughMembers: no majority was in reach for ``wait`` seconds.
         """
         end: float | None = None
@@ -242,7 +259,7 @@ class Members:
     # ---- The end
 
     def close(self, *, in_order: bool) -> None:
-        """End the membership: ``in_order`` if all members have done their work; else the others go on."""
+        """End the membership: ``in_order`` if all members have done their work; else the others continue."""
         self._is_over = self._is_over or in_order
         with self._changed:
             self._is_closed = True
@@ -272,6 +289,8 @@ class Members:
             if not self._events:
                 self._control.poll(due)
         if self._is_over:
+            while self._events:  # the others may still need the last values
+                self._events.popleft()(self._member, time.monotonic())
             for peer in self._control.connected:
                 self._control.send(peer, Goodbye())
             self._control.flush(GOODBYE_SECONDS)

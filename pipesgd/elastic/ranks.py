@@ -87,7 +87,7 @@ class ElasticRanks(Ranks):
         return self._addresses
 
     def report(self, error: str, peer: int | None = None) -> None:
-        """Do nothing: the others go on without this rank."""
+        """Do nothing: the others continue without this rank."""
 
     def close(self, *, in_order: bool) -> None:
         """End the membership of this process."""
@@ -113,6 +113,7 @@ def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, w
     machines = ranks.all_gather_object("machines of members", ranks.rank - ranks.local_rank)
     places = ranks.addresses()
     members = Members(ranks, wrap, least=least, wait=DEFAULT_WAIT_SECONDS if wait is None else wait)
+    members.wait_for_connections(ranks.timeout)
     found = ElasticRanks(
         rank=ranks.rank,
         world_size=ranks.world_size,

@@ -135,11 +135,10 @@ class Units:
             except Interrupted:
                 pass
             except (CommunicationError, dist.DistError) as failure:
-                if isinstance(failure, DeadlineExceeded):
-                    deadlines += 1
-                    if deadlines >= MOST_DEADLINES:
-                        self.members.give_up(str(failure))
-                        raise
+                deadlines += isinstance(failure, DeadlineExceeded)
+                if deadlines >= MOST_DEADLINES or not self.members.has_started:
+                    self.members.give_up(str(failure))
+                    raise
                 if not self.members.is_interrupted:
                     self.members.trouble(failure.peer if isinstance(failure, CommunicationError) else None)
             taken = self._change(unit if has_begun else None, number)

@@ -1,4 +1,4 @@
-"""Ranks that are killed while they train: the others go on, hold the same weights, and take over the samples."""
+"""Ranks that are killed while they train: the others continue, hold the same weights, and take over the samples."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_rank_that_is_silent_for_long_is_left_behind_and_says_so(tmp_path: Pat
     ended, log = _run_with(tmp_path, 3, LONG, *stop)
     assert ended.codes == {0: 1, 1: 0, 2: 0}, log
     assert "rank 0 is lost: it was silent for 3." in log
-    assert "rank 0: left behind by generation 1; the others go on, and a restart of the job takes it in again" in log
+    assert "rank 0: left behind by generation 1; the others continue, and a restart of the job takes it in again" in log
 
 
 def test_a_rank_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
