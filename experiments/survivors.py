@@ -72,6 +72,8 @@ class Survived:
     """Description of what was wrong; empty if nothing was."""
     seconds: list[float]
     """Seconds of each change, as the module says."""
+    deaths: list[int]
+    """Number of deaths that it was about: of one rank, or of several until the others trained again."""
 
 
 def kills_of(chance: random.Random, ranks: int) -> list[Kill]:
@@ -137,12 +139,20 @@ def problem_of(ended: Ended, kills: Sequence[Kill], folder: Path, ranks: int) ->
     return slices_missing(summary, ITERATIONS)
 
 
-def seconds_of(ended: Ended, summary: Mapping[str, Any], width: int) -> list[float]:
-    """Return the seconds of each change that a death has caused."""
+def seconds_of(ended: Ended, summary: Mapping[str, Any], width: int) -> list[tuple[int, float]]:
+    """Return the deaths and the seconds of each change that a death has caused.
+
+    Changes that follow each other before a mean of those who remain has been needed are one.
+    """
     paces = [b - a for done in ended.iterations.values() for (_, a), (_, b) in itertools.pairwise(done)]
     pace = statistics.median(paces)
-    found = []
+    found: list[tuple[int, float]] = []
+    joined: list[dict[str, Any]] = []
     for generation in summary["generations"][1:]:
+        if joined and generation["iterations_done"] == joined[-1]["iterations_done"]:
+            generation = generation | {"lost": [*joined.pop()["lost"], *generation["lost"]]}
+        joined.append(generation)
+    for generation in joined:
         ends = [ended.times[one["rank"]] for one in generation["lost"] if ended.codes[one["rank"]] < 0]
         needs = generation["iterations_done"] + width - 1
         after = [
@@ -151,7 +161,7 @@ def seconds_of(ended: Ended, summary: Mapping[str, Any], width: int) -> list[flo
             if ends and ended.codes[rank] == 0
         ]
         if after and None not in after:
-            found.append(max(one for one in after if one is not None) - max(ends) - pace)
+            found.append((len(ends), max(one for one in after if one is not None) - max(ends) - pace))
     return found
 
 
@@ -164,7 +174,7 @@ def survived(run: int, seed: int, output: Path) -> Survived:
         folder = Path(name)
         ended = elastic_ranks.run(f"{WORDS} {options}", ranks, folder, kills)
         problem = problem_of(ended, kills, folder, ranks)
-        seconds = []
+        seconds: list[tuple[int, float]] = []
         if problem:
             shutil.copy(folder / "log", output / f"survivors.run-{run}.log")
         else:
@@ -179,7 +189,8 @@ def survived(run: int, seed: int, output: Path) -> Survived:
         left=sum(code == 0 for code in ended.codes.values()),
         right=not problem,
         problem=problem,
-        seconds=seconds,
+        seconds=[one for _, one in seconds],
+        deaths=[deaths for deaths, _ in seconds],
     )
 
 
@@ -201,19 +212,16 @@ def compute(number: int, seed: int, kept: KeptRuns[Survived], output: Path, cons
 
 def show(rows: Sequence[Survived]) -> None:
     """Print how the runs ended, and how long changes took."""
-    seconds = [one for row in rows for one in row.seconds]
-    lines = [
-        {
-            "runs": str(len(rows)),
-            "ranks killed": str(sum(row.killed for row in rows)),
-            "runs that ended rightly": str(sum(row.right for row in rows)),
-            "changes": str(len(seconds)),
-            "median s": f"{statistics.median(seconds):.3f}" if seconds else "",
-            "99 % s": f"{np.quantile(seconds, 0.99):.3f}" if seconds else "",
-            "worst s": f"{max(seconds):.3f}" if seconds else "",
-        }
-    ]
-    command.show("elastic runs with killed ranks", lines)
+    killed, right = sum(row.killed for row in rows), sum(row.right for row in rows)
+    pairs = [pair for row in rows for pair in zip(row.deaths, row.seconds, strict=True)]
+    lines = []
+    for deaths, several in (("one", False), ("several", True)):
+        seconds = [one for number, one in pairs if (number > 1) is several]
+        if seconds:
+            figures = (statistics.median(seconds), float(np.quantile(seconds, 0.99)), max(seconds))
+            words = dict(zip(("median s", "99 % s", "worst s"), (f"{one:.3f}" for one in figures), strict=True))
+            lines.append({"deaths in a change": deaths, "changes": str(len(seconds)), **words})
+    command.show(f"{right} of {len(rows)} elastic runs ended rightly, {killed} ranks killed", lines)
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
@@ -233,10 +241,16 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     kept = KeptRuns(STATE.resolve(), Survived, fresh=arguments.fresh)
     number = arguments.runs or (QUICK_RUNS if arguments.quick else RUNS)
     found = compute(number, arguments.seed, kept, arguments.output, console)
-    rows: list[dict[str, Any]] = [
-        dataclasses.asdict(one) | {"kills": len(one.kills), "seconds": sum(one.seconds)} for one in found
+    left_out = ("kills", "deaths", "seconds")
+    rows = [{name: value for name, value in dataclasses.asdict(one).items() if name not in left_out} for one in found]
+    changes: list[dict[str, Any]] = [
+        {"run": one.run, "ranks": one.ranks, "options": one.options, "deaths": deaths, "seconds": seconds}
+        for one in found
+        for deaths, seconds in zip(one.deaths, one.seconds, strict=True)
     ]
-    save("survivors", rows, extra={"options": WORDS, "added": OPTIONS}, folder=arguments.output)
+    extra = {"options": WORDS, "added": OPTIONS}
+    save("survivors", rows, extra=extra, folder=arguments.output)
+    save("survivors_changes", changes, extra=extra, folder=arguments.output)
     show(found)
     if wrong := [f"{one.run} ({one.problem})" for one in found if not one.right]:
         raise RunError(f"every run must end as the protocol says; not so: {', '.join(wrong)}")
