@@ -120,8 +120,12 @@ class Greeter:
         self._wrap = wrap
         self._number = number
         self._attempts: list[_Attempt] = []
-        self._refused: list[str] = []
-        """Addresses that were refused, with the reason."""
+        self._refusals = 0
+        """Number of connections that were refused, of which there may be many in days."""
+        self._refused = ""
+        """Address of the first one, with the reason."""
+        self._has_warned = False
+        """True once a warning was given of a connection with another secret or certificate."""
         self._session = hashlib.sha256(b"".join(tokens)).digest()[:16]
         self._keys = [hmac.digest(secret, token, hashlib.sha256) for token in tokens]
         """Key of the proofs that a listener gives and takes, by its rank."""
@@ -221,9 +225,11 @@ class Greeter:
         if attempt.peer is not None:
             self._not_connected(attempt.peer, problem, reason)
             return
-        if "another" in reason and not any("another" in one for one in self._refused):  # it will say so, too
+        if "another" in reason and not self._has_warned:  # it will say so, too
+            self._has_warned = True
             warn(f"rank {self._number(self._rank)} refuses a connection from {attempt.place}: {reason}")
-        self._refused.append(f"{attempt.place} ({reason})")
+        self._refusals += 1
+        self._refused = self._refused or f"{attempt.place} ({reason})"
 
     # ---- Greetings
 
@@ -314,11 +320,10 @@ class _Meeting(Greeter):
                 del self._again[rank]
                 self.call(rank, self._end)
             self._poll(min([self._end, *self._again.values(), *self.ends]) - now)
-        if self._refused:
-            number = len(self._refused)
+        if number := self._refusals:
             connections = "1 connection that was" if number == 1 else f"{number} connections that were"
             own = self._number(self._rank)
-            warn(f"rank {own} has refused {connections} no rank's, first from {self._refused[0]}")
+            warn(f"rank {own} has refused {connections} no rank's, first from {self._refused}")
         return self._found
 
     def end(self, *, failed: bool) -> None:
@@ -332,7 +337,7 @@ class _Meeting(Greeter):
         if peer in self._problem:
             reason += f" ({self._problem[peer]})"
         if self._refused:
-            reason += f"; refused a connection from {self._refused[0]}"
+            reason += f"; refused a connection from {self._refused}"
         raise DeadlineExceeded(rank=self._rank, peer=peer, operation="connection", reason=reason)
 
     def _poll(self, seconds: float) -> None:

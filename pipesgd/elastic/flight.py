@@ -23,7 +23,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Undo
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.replicas import sum_buffer
-from pipesgd.strategy import Comparison
+from pipesgd.strategy import Comparison, Span
 
 T = TypeVar("T")
 
@@ -39,9 +39,12 @@ class ElasticFlight(Flight[Known]):
     reducer: DenseReducer
 
     def _make_thread(self) -> CommunicationThread:
-        self._copies = Undo()
-        self._kept: dict[int, list[Tensor]] = {}
+        self.copies = Undo()
+        """Copies of a bucket, and of what was left out of sums before, until it is summed."""
+        self.results: dict[int, list[Tensor]] = {}
         """Newest result of each bucket, by the bucket's number."""
+        self.at: _Bucket | None = None
+        """Bucket that the communication thread sums; None in another meeting."""
         self._handed_over: list[dict[int, Tensor]] = []
         """Values left out of sums that the last member's next gradient gets, since it sums nothing any more."""
         self._is_connected = False
@@ -84,12 +87,15 @@ class ElasticFlight(Flight[Known]):
 
     def meet(self, call: str, iteration: int, job: Callable[[], T]) -> Future[T]:
         self._flush = None
-        return self._submit(Unit(lambda ranks: self.connections.run(call, iteration, job)))
+        return self._submit(_Meeting(self, lambda: self.connections.run(call, iteration, job)))
 
-    def _meet_for_mean(
-        self, call: str, outgoing: Outgoing, number: int, compare: Callable[[], Comparison | None] | None = None
-    ) -> Future[Any]:
-        return self._submit(_Bucket(self, call, outgoing, number, compare))
+    def _take_mean(self, outgoing: Outgoing, number: int) -> None:
+        self.at = _Bucket(self, outgoing, number)
+        super()._take_mean(outgoing, number)
+
+    def _take_last_mean(self, outgoing: Outgoing, number: int, compare: Callable[[], Comparison | None]) -> Reduction:
+        self.at = _Bucket(self, outgoing, number, compare)
+        return super()._take_last_mean(outgoing, number, compare)
 
     def _sum(self, call: str, iteration: int, buffer: FlatBuffer) -> None:
         before = self.ranks.record
@@ -147,60 +153,77 @@ class _Buffer(Unit[None]):
             flat.view(torch.uint8).copy_(_tensor_of(part))
 
 
-class _Bucket(Unit[Any]):
-    """The mean of a bucket of a gradient."""
+class _Meeting(Unit[Any]):
+    """The work of one meeting of the ranks: the mean of a bucket, or nothing that leaves a result."""
+
+    def __init__(self, flight: ElasticFlight[Any], job: Callable[[], Any]):
+        super().__init__(lambda ranks: job())
+        self._flight = flight
+
+    @property
+    def settles(self) -> int | None:
+        return None if self._flight.at is None else self._flight.at.settles
+
+    def keep(self) -> None:
+        self._flight.at = None  # the job says which bucket it is about to sum, if any
+
+    def put_back(self) -> None:
+        if self._flight.at is not None:
+            self._flight.at.put_back()
+
+    def result(self, value: Any) -> Result:
+        return Result(None) if self._flight.at is None else self._flight.at.result(value)
+
+    def take(self, result: Result) -> Any:
+        return None if self._flight.at is None else self._flight.at.take(result)
+
+
+class _Bucket:
+    """The mean of a bucket of a gradient, which is about to be taken, and what is kept for the case that this fails."""
 
     def __init__(
         self,
         flight: ElasticFlight[Any],
-        call: str,
         outgoing: Outgoing,
         number: int,
-        compare: Callable[[], Comparison | None] | None,
+        compare: Callable[[], Comparison | None] | None = None,
     ):
-        job = flight._mean_of(outgoing, number, compare)
-        super().__init__(lambda ranks: flight.connections.run(call, outgoing.iteration, job))
         self._flight, self._outgoing, self._number, self._compare = flight, outgoing, number, compare
         self._bucket = outgoing.buffer.buckets[number]
         self._start = time.perf_counter()
-        self._norms_before = 0
-
-    @property
-    def settles(self) -> int | None:
-        return None if self._compare is None else self._outgoing.iteration + 1
-
-    def keep(self) -> None:
-        flight = self._flight
-        self._start = time.perf_counter()
-        self._norms_before = len(self._outgoing.norms)
-        if flight.ranks.units.ranks.world_size > 1:  # else nobody is left who could be lost
-            state = flight.reducer.state(self._bucket) if flight._is_connected else []
-            flight._copies.keep(self._number, [*self._bucket.flats, *state])
+        self._norms_before = len(outgoing.norms)
+        self.settles = None if compare is None else outgoing.iteration + 1
+        """Number of iterations whose means are there with this one; None if it is not the last one of a gradient."""
+        self._is_alone = flight.connections.ranks.world_size == 1
+        if not self._is_alone:  # else nobody is left who could be lost
+            flight.copies.keep(number, [*self._bucket.flats, *flight.reducer.state(self._bucket)])
 
     def put_back(self) -> None:
-        self._flight._copies.end(put_back=True)
+        """Put back the bucket, and what was left out of sums before."""
+        self._flight.copies.end(put_back=True)
         del self._outgoing.norms[self._norms_before :]
-        self.keep()
 
     def result(self, value: Any) -> Result:
+        """Return the result as it travels: a copy of the encoded sum, norms, and the report of the last bucket."""
         flight = self._flight
-        flight._copies.end(put_back=False)
+        flight.copies.end(put_back=False)
         text: list[Any] = [self._outgoing.norms[self._norms_before :]]
         if isinstance(value, Reduction):
             text += [value.finite, value.norm]
-        if flight.ranks.units.ranks.world_size == 1:
+        if self._is_alone:
             return Result(text)
         found = flight.reducer.result(self._bucket)
-        kept = flight._kept.get(self._number)
+        kept = flight.results.get(self._number)
         if kept is None or [one.shape for one in kept] != [one.shape for one in found]:
-            kept = flight._kept[self._number] = [torch.empty_like(one) for one in found]
+            kept = flight.results[self._number] = [torch.empty_like(one) for one in found]
         for target, origin in zip(kept, found, strict=True):
             target.copy_(origin)
         return Result(text, [_bytes_of(one) for one in kept])
 
-    def take(self, result: Result) -> Any:
+    def take(self, result: Result) -> Reduction | None:
+        """Take the mean that another member has, after this one has encoded its part of it."""
         flight, outgoing = self._flight, self._outgoing
-        flight._copies.end(put_back=False)  # whoever completes a ring knows that all have encoded all they had to
+        flight.copies.end(put_back=False)  # whoever completes a ring knows that all have encoded all they had to
         norms, *report = result.text
         ranks = flight.connections.ranks.world_size
         flight.reducer.take_result(self._bucket, [_tensor_of(part) for part in result.parts], ranks)
@@ -208,7 +231,11 @@ class _Bucket(Unit[Any]):
         if self._compare is None:
             return None
         finite, norm = report
-        return flight._reduction(outgoing, finite, norm, self._start, self._compare)
+        if flight._undo is not None:
+            flight._undo.end(put_back=not finite)
+        comparison = self._compare()
+        outgoing.sums.append(Span("communication", outgoing.iteration, self._start, time.perf_counter()))
+        return Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

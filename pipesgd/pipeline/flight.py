@@ -201,7 +201,7 @@ class Flight(Generic[Known]):
     def leave(self, outgoing: Outgoing, number: int) -> None:
         """Let a packed bucket leave that is not the last one."""
         self._add_carried(outgoing, number)
-        self._meet_for_mean(STEP, outgoing, number)
+        self.meet(STEP, outgoing.iteration, functools.partial(self._take_mean, outgoing, number))
         self.left += 1
 
     def depart(
@@ -228,7 +228,8 @@ class Flight(Generic[Known]):
         for number in early:
             self.leave(outgoing, number)
         self._add_carried(outgoing, last)
-        reduction = self._meet_for_mean(call, outgoing, last, compare)
+        take_last = functools.partial(self._take_last_mean, outgoing, last, compare)
+        reduction = self.meet(call, outgoing.iteration, take_last)
         own_is_finite = outgoing.own_is_finite if own is None else functools.partial(are_finite, own)
         gradient = InFlight(outgoing.iteration, outgoing.buffer, known, own_is_finite, reduction)
         self.outgoing = None  # before it is in flight: no interruption may leave the buffer in two places
@@ -269,20 +270,6 @@ class Flight(Generic[Known]):
         self._flush = None  # a flush that was interrupted before this call is not resumed
         return self.thread.submit(functools.partial(self.connections.run, call, iteration, job))
 
-    def _meet_for_mean(
-        self, call: str, outgoing: Outgoing, number: int, compare: Callable[[], Comparison | None] | None = None
-    ) -> Future[Reduction]:
-        """Have the thread take the mean of a bucket, and with ``compare``, which the last one has, report on all."""
-        return self.meet(call, outgoing.iteration, self._mean_of(outgoing, number, compare))
-
-    def _mean_of(
-        self, outgoing: Outgoing, number: int, compare: Callable[[], Comparison | None] | None
-    ) -> Callable[[], Any]:
-        """Return the job that takes the mean of a bucket."""
-        if compare is None:
-            return functools.partial(self._take_mean, outgoing, number)
-        return functools.partial(self._take_last_mean, outgoing, number, compare)
-
     def _take_mean(self, outgoing: Outgoing, number: int) -> None:
         """Replace a bucket's gradients by their mean over the ranks. Collective."""
         start = time.perf_counter()
@@ -302,12 +289,6 @@ class Flight(Generic[Known]):
             finite, norm = self._members.finite_norm(finite, outgoing.buffer.views, agree)
         else:
             norm = self._agreed_norm(outgoing.buffer) if self._agrees else math.hypot(*of_finite)
-        return self._reduction(outgoing, finite, norm, start, compare)
-
-    def _reduction(
-        self, outgoing: Outgoing, finite: bool, norm: float, start: float, compare: Callable[[], Comparison | None]
-    ) -> Reduction:
-        """Return the report on a mean that is complete; sums have left this in ``_undo`` and in the buffer."""
         if self._undo is not None:
             self._undo.end(put_back=not finite)  # before the next gradient, which the ranks sum after this one
         comparison = compare()

@@ -56,7 +56,7 @@ def test_without_a_loss_it_trains_as_if_it_were_not_elastic(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("phase", [COMPUTING, "hop", "arrival", EVALUATION, CHECKPOINT])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_others_go_on_after_a_kill(tmp_path: Path, phase: str, rank: int) -> None:
+def test_the_others_continue_after_a_kill(tmp_path: Path, phase: str, rank: int) -> None:
     call = {EVALUATION: 2, CHECKPOINT: 2, "hop": 150}.get(phase, 20)
     ended, log = _run(tmp_path, 3, Kill(rank=rank, phase=phase, call=call, seconds=0.002))
     others = [one for one in range(3) if one != rank]
