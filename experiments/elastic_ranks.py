@@ -44,9 +44,9 @@ CALLS: dict[str, tuple[Any, str]] = {
 """Functions in whose calls a rank can be killed, by the name of the phase."""
 MESSAGES = ("Prepare", "Promise", "Level", "Fetch", "Results", "Accept", "Accepted", "Decided")
 """Messages of a change, at whose sending a rank can be killed."""
-HANGS_SECONDS = 40.0
+HANGS_SECONDS = 100.0
 """Seconds after which a rank writes what its threads do into the log."""
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 """Seconds after which a run counts as hung."""
 
 

@@ -12,8 +12,9 @@ import torch
 from pipesgd.elastic.members import Members
 from pipesgd.elastic.units import Units, gathered
 from pipesgd.elastic.values import SharedValues
-from pipesgd.errors import RunError
+from pipesgd.errors import RunError, warn
 from pipesgd.membership.generation import Record, first_record
+from pipesgd.process import under_torchrun
 from pipesgd.ranks import Ranks
 
 DEFAULT_WAIT_SECONDS = 60.0
@@ -131,6 +132,11 @@ def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, w
     found.units = Units(members, functools.partial(_of_generation, found), device)
     found.see(found.record)
     ranks.all_gather_object("members", None)
+    if ranks.rank == 0 and under_torchrun():
+        warn(
+            "torchrun ends all ranks of a machine when one of them is lost, also those that could continue: "
+            "python -m pipesgd.launch --elastic does not"
+        )
     ranks.stand_down()
     return found
 

@@ -118,6 +118,13 @@ class Units:
 
     def run(self, unit: Unit[T]) -> tuple[T, Record]:
         """Do ``unit``; return its value, and the generation that has done it."""
+        try:
+            return self._run(unit)
+        except BaseException as failure:
+            self.members.give_up(str(failure))  # the main thread may wait for the end of a change
+            raise
+
+    def _run(self, unit: Unit[T]) -> tuple[T, Record]:
         number = self._newest + 1
         unit.keep()
         deadlines = 0
@@ -137,7 +144,6 @@ class Units:
             except (CommunicationError, dist.DistError) as failure:
                 deadlines += isinstance(failure, DeadlineExceeded)
                 if deadlines >= MOST_DEADLINES or not self.members.has_started:
-                    self.members.give_up(str(failure))
                     raise
                 if not self.members.is_interrupted:
                     self.members.trouble(failure.peer if isinstance(failure, CommunicationError) else None)
@@ -160,12 +166,7 @@ class Units:
             taken.append((unit.take(result), before))
             self._hold(number, unit, result)
 
-        try:
-            record = self.members.next_record(take)
-        except BaseException as failure:
-            self.members.give_up(str(failure))
-            raise
-        self.ranks = self._ranks_of(record)
+        self.ranks = self._ranks_of(self.members.next_record(take))
         return taken
 
     def _hold(self, number: int, unit: Unit[Any], result: Result) -> None:
@@ -188,7 +189,11 @@ class Units:
 
     def _change_if_due(self) -> None:
         if self.members.is_interrupted:
-            self._change(None, self._newest + 1)
+            try:
+                self._change(None, self._newest + 1)
+            except BaseException as failure:
+                self.members.give_up(str(failure))
+                raise
 
     def close(self) -> None:
         """End the thread."""
