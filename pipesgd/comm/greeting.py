@@ -84,6 +84,9 @@ def connect(ranks: Ranks, timeout: float, wrap: Wrap | None) -> dict[int, socket
         meeting.end(failed=True)
         failure.name_ranks(ranks.number)
         raise
+    except BaseException:
+        meeting.end(failed=True)
+        raise
     finally:
         meeting.end(failed=False)
 

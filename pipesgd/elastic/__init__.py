@@ -1,0 +1,56 @@
+"""Training that continues when ranks are lost, in a loop of your own; ``pipesgd.train --elastic`` has all of it.
+
+Examples:
+    A program that ``python -m pipesgd.launch --elastic`` starts, with ``batches`` of its own:
+
+        ranks = pipesgd.elastic.join(least=2)
+        wire = pipesgd.Wire(transport="tcp")
+        with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire) as pipeline:
+            for share in ranks.iterations(1000):
+                loss_of(model, batches[share.slice]).backward()
+                pipeline.step()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pipesgd.elastic.ranks import ElasticRanks
+
+
+def join(
+    *,
+    least: int = 1,
+    transport: Literal["tcp", "tls"] = "tcp",
+    wait: float | None = None,
+    device: str = "cpu",
+    secret_file: str | None = None,
+) -> ElasticRanks:
+    """Return the ranks of the job that this process was started in, of which some may be lost. Collective.
+
+    They are the ``ranks`` of one ``Pipelined``, whose ``wire`` has the same ``transport``, the ring, and a codec that
+    sends every value. Losses are survived from the first of ``ElasticRanks.iterations`` on.
+
+    Args:
+        least: least number of ranks that train.
+        transport: transport of the members' own connections, "tcp" or "tls".
+        wait: seconds for which ranks without a majority wait for the others, by default 60.
+        device: device of the parameters.
+        secret_file: file with the secret of the job, by default that of the environment.
+
+    Raises:
+        UserInputError: the launcher's variables, the secret or an argument cannot be.
+        CommunicationError: not every rank could be reached.
+    """
+    import torch
+
+    from pipesgd.checks import check_at_least, check_one_of
+    from pipesgd.elastic.ranks import elastic
+    from pipesgd.membership.secret import job_secret
+    from pipesgd.ranks import join as join_job
+
+    check_at_least("least", least, 1)
+    check_one_of("transport", transport, ("tcp", "tls"))
+    ranks = join_job(job_secret(secret_file))
+    return elastic(ranks, torch.device(device), transport=transport, least=least, wait=wait)

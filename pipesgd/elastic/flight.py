@@ -12,17 +12,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.elastic.letters import Result
 from pipesgd.elastic.ranks import ElasticRanks
 from pipesgd.elastic.units import Unit
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.pipeline.flight import Flight
-from pipesgd.pipeline.in_flight import Known, Outgoing, Reduction
+from pipesgd.pipeline.in_flight import Known, Layout, Outgoing, Reduction
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Undo
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.replicas import sum_buffer
+from pipesgd.rules import ELASTIC, check_rules, options_of_sections
+from pipesgd.sections import Wire
 from pipesgd.strategy import Comparison, Span
 
 T = TypeVar("T")
@@ -37,6 +40,11 @@ class ElasticFlight(Flight[Known]):
 
     ranks: ElasticRanks
     reducer: DenseReducer
+
+    def __init__(self, ranks: Ranks, layout: Layout, codec: CodecOptions, wire: Wire, **others: Any):
+        given = {"strategy": "pipelined", "asked": "", "trace": False, "all_reduce_name": wire.all_reduce_name}
+        check_rules(options_of_sections(wire, **given, codec=codec.codec), ELASTIC)
+        super().__init__(ranks, layout, codec, wire, **others)
 
     def _make_thread(self) -> CommunicationThread:
         self.copies = Undo()

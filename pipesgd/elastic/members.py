@@ -20,7 +20,7 @@ from typing import Any
 from pipesgd.comm.greeting import Wrap
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.letters import Goodbye, Result, Value, Wish
-from pipesgd.errors import DeadlineExceeded, LeftBehind, NotEnoughMembers
+from pipesgd.errors import DeadlineExceeded, LeftBehind, NotEnoughMembers, RunError
 from pipesgd.membership.generation import Record, first_record
 from pipesgd.membership.messages import (
     Action,
@@ -176,6 +176,8 @@ class Members:
         """
         end: float | None = None
         while True:
+            if not self.has_started:
+                raise RunError(f"rank {self.me}: {self.why_out or 'a change of members before training has begun'}")
             if self._is_over or self.why_out is not None:
                 raise LeftBehind(self.me, self.why_out or "the others have ended", None)
             with self._changed:

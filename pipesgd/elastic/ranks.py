@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
-from pipesgd.elastic.members import Members
+from pipesgd.elastic.members import Interrupted, Members
 from pipesgd.elastic.units import Units, gathered
 from pipesgd.elastic.values import SharedValues
-from pipesgd.errors import RunError, warn
-from pipesgd.membership.generation import Record, first_record
+from pipesgd.errors import NotEnoughMembers, RunError, warn
+from pipesgd.membership.generation import Lost, Record, first_record
 from pipesgd.process import under_torchrun
 from pipesgd.ranks import Ranks
 
@@ -30,6 +30,21 @@ class GenerationRanks(Ranks):
 
     def watch(self, on_failure: Callable[[RunError], None], *, even_alone: bool = False) -> Callable[[], None]:
         return lambda: None  # members watch each other
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share of one rank in an iteration."""
+
+    iteration: int
+    slice: int
+    """Number of its slice of the samples: in all iterations together, each number from 0 on is given out once."""
+    rank: int
+    """Number of the rank among those that take part, from 0."""
+    world_size: int
+    """Number of ranks that take part."""
+    lost: tuple[Lost, ...]
+    """Ranks that were lost since the iteration before, and why."""
 
 
 @dataclass(eq=False)
@@ -66,6 +81,48 @@ class ElasticRanks(Ranks):
         self.job_size = self.world_size
         self._addresses = [self.places[one] for one in members]
         self.joined.rank, self.joined.numbers = self.rank, members
+
+    def iterations(self, number: int, start: int = 0) -> Iterator[Share]:
+        """Yield this rank's share of each iteration, in a loop of the user's own; losses are survived from now on.
+
+        It waits while the others agree who continues. A step of the optimizer belongs to each iteration.
+
+        Args:
+            number: number of iterations.
+            start: first of them, as in a run that is resumed.
+
+        Raises:
+            LeftBehind: the others continue without this rank.
+            NotEnoughMembers: fewer than ``least`` ranks remain, or no majority was in reach for ``wait`` seconds.
+        """
+        self.units.start(first_record(range(self.world_size), start, fresh=start * self.world_size))
+        members, told = self.members, 1
+        for iteration in range(start, number):
+            record = self.begin(iteration)
+            span = record.span(iteration)
+            self.see_members(span.members)
+            if len(record.members) < members.least:
+                raise NotEnoughMembers(f"{len(record.members)} ranks are left, fewer than {members.least}")
+            new = [one for one, _ in members.history[told:]]
+            told += len(new)
+            part = span.slice_of(iteration, members.me)
+            assert part is not None, "this rank is a member"
+            yield Share(iteration, part, self.rank, self.world_size, tuple(one for each in new for one in each.lost))
+        members.stop_listening()
+
+    def begin(self, iteration: int) -> Record:
+        """Begin ``iteration``; return the generation that it belongs to. It waits while a change is under way."""
+        try:
+            return self.members.begin(iteration)
+        except Interrupted:
+            self.units.thread.check()  # it says why
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self.close(in_order=kind is None)
 
     def check_same_since(self, before: Record) -> None:
         """Raise ``MembersChanged`` if ``before`` was another generation."""

@@ -6,7 +6,6 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from pipesgd.elastic.members import Interrupted
 from pipesgd.elastic.ranks import ElasticRanks, MembersChanged
 from pipesgd.errors import NotEnoughMembers, UserInputError, named
 from pipesgd.membership.generation import Record, Span, first_record
@@ -62,11 +61,7 @@ class ElasticRun(Run):
 
     def _ends_before(self, iteration: int) -> bool:
         members = self._ranks.members
-        try:
-            record = members.begin(iteration)
-        except Interrupted:
-            self._ranks.units.thread.check()  # it says why
-            raise
+        record = self._ranks.begin(iteration)
         span = record.span(iteration)
         if span != self._span:
             self._take_samples(span, iteration)

@@ -226,6 +226,10 @@ class LocalSteps(OnPipeline):
             )
         self._averages = guest("average state")(optimizer, self._inner.parameters) if windows.average_state else None
         ranks = given_ranks(ranks, process_group, wire)
+        if ranks.is_elastic:
+            raise UserInputError(
+                "ranks must be those of a job that needs all of them with local steps; got elastic ones"
+            )
         elastic = guest("elastic")(windows.moving_rate, ranks.world_size) if outer == "elastic" else None
         lr = windows.outer_lr if elastic is None else elastic.lr
         self._outer = outer_optimizer(self._inner.parameters, outer, lr, windows.outer_momentum, width=width)
