@@ -22,6 +22,8 @@ EXIT_TERMINATED = 143
 EXIT_UNREAD = 141
 """Exit code of a process whose output nobody has read to its end, as after ``| head``: what shells say of SIGPIPE."""
 
+OWN_LAUNCHER = "PIPESGD_LAUNCHED"
+"""Variable of processes that pipesgd.launch --elastic has started, without torchrun's agent."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a launcher sets all or none; those that follow from them have a default."""
 
@@ -37,7 +39,7 @@ def begin() -> None:
     Under torchrun the first rank of each machine reports that it is starting, and every rank ends when its agent does.
     Further calls do nothing.
     """
-    if not under_torchrun() or _parent is not None:
+    if _parent is not None or not (under_torchrun() or OWN_LAUNCHER in os.environ):
         return
     _follow_parent()
     if os.environ.get("LOCAL_RANK") == "0":
@@ -132,6 +134,7 @@ def variables_of_rank(
         "GROUP_RANK": str(rank // local_world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
+        OWN_LAUNCHER: "1",
     }
 
 
@@ -216,7 +219,8 @@ def end_if_orphan(within: float = 0.0) -> None:
             return
         time.sleep(0.01)
     if claim_the_end():
-        what = f"torchrun's agent (process {_parent}) has died" if _parent else "torchrun's agent has died"
+        who = "torchrun's agent" if under_torchrun() else "the launcher"
+        what = f"{who} (process {_parent}) has died" if _parent else f"{who} has died"
         say(f"error: rank {own_rank()}: {what}")
         os._exit(EXIT_TERMINATED)
 

@@ -370,7 +370,7 @@ class Run:
 
     def _take_note(self, report: StepReport, iteration: int) -> None:
         """Count the updates that were left out by the end of ``iteration``, and warn of what ``report`` tells."""
-        self.state.nonfinite += report.nonfinite_ranks.count(self.job.ranks.rank)
+        self.state.nonfinite += report.nonfinite_ranks.count(self.job.ranks.number(self.job.ranks.rank))
         if report.skipped and not (self.scaler.is_enabled() and self.scaler.get_scale() >= LEAST_LOSS_SCALE):
             self._warn_of_skipped(report)
         if report.fell_back:
@@ -396,7 +396,7 @@ class Run:
             why = f"--precision fp16, whose loss scale has fallen to {self.scaler.get_scale():g}"
         line = LEFT_OUT.format(iteration=report.skipped[0], where=where, why=why)
         self.job.say(line)
-        if ranks.rank in new and ranks.rank > 0 and self.strategy.owns_optimizer:  # rank 0 does not know
+        if ranks.number(ranks.rank) in new and ranks.rank > 0 and self.strategy.owns_optimizer:  # rank 0 does not know
             warn(line.removeprefix("warning: "))
 
     def _evaluate(self) -> Evaluation:
@@ -484,8 +484,8 @@ class Run:
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
                 write_text_atomically(path, json.dumps(summary, indent=1) + "\n")
-            assert self._attempts is not None, "this rank has trained"
-            self._attempts.finish()
+            if self._attempts is not None:  # else the rank that had it was lost
+                self._attempts.finish()
             job.ranks.enter("report")  # of days, perhaps: the others wait as long as this takes
             self._write_report()
             names = (

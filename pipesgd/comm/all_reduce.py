@@ -253,7 +253,7 @@ class ScheduledAllReduce:
         if kind not in self._plans:
             if len(self._plans) == self._most_plans:  # a size that keeps changing must not fill the memory
                 del self._plans[next(iter(self._plans))]
-            self._plans[kind] = self._make_plan(flat)
+            return self._plans.setdefault(kind, self._make_plan(flat))  # two threads may come at once
         return self._plans[kind]
 
     def _make_plan(self, flat: Tensor) -> _Plan:

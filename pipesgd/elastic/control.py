@@ -113,6 +113,10 @@ class ControlConnections(Greeter):
         peer.outgoing += [memoryview(one) for one in encode(letter)]
         self._send(rank, peer)
 
+    def is_busy(self, rank: int) -> bool:
+        """Return True if a large letter to a member has not left yet."""
+        return sum(map(len, self._peers[rank].outgoing)) > PIECE
+
     def forget(self, rank: int) -> None:
         """Have no more to do with a member that was left behind."""
         peer = self._peers[rank]

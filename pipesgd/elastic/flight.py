@@ -17,7 +17,8 @@ from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.elastic.letters import Result
 from pipesgd.elastic.ranks import ElasticRanks
 from pipesgd.elastic.units import Unit
-from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.errors import UserInputError
+from pipesgd.flat_buffer import FlatBuffer, sizes_of_flats
 from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import Known, Layout, Outgoing, Reduction
 from pipesgd.ranks import Ranks
@@ -44,6 +45,13 @@ class ElasticFlight(Flight[Known]):
     def __init__(self, ranks: Ranks, layout: Layout, codec: CodecOptions, wire: Wire, **others: Any):
         given = {"strategy": "pipelined", "asked": "", "trace": False, "all_reduce_name": wire.all_reduce_name}
         check_rules(options_of_sections(wire, **given, codec=codec.codec), ELASTIC)
+        for bucket in layout.of_buckets() if codec.codec != "fp32" else ():
+            sizes = sizes_of_flats([bucket])
+            if len({*sizes}) < len(sizes):  # the encoded sum of one would be taken for that of the other
+                raise UserInputError(
+                    "parameters of two dtypes must not have equally many values with --elastic and a codec (other "
+                    f"--buckets may help); got {sizes}"
+                )
         super().__init__(ranks, layout, codec, wire, **others)
 
     def _make_thread(self) -> CommunicationThread:
@@ -87,8 +95,7 @@ class ElasticFlight(Flight[Known]):
             self.reducer.load_state_dict({"residuals": []})
 
     def next_outgoing(self, iteration: int) -> Outgoing:
-        while self._handed_over:
-            self._carry(self._handed_over.pop())
+        self._take_what_was_handed_over()
         return super().next_outgoing(iteration)
 
     # ---- Units
@@ -96,6 +103,18 @@ class ElasticFlight(Flight[Known]):
     def meet(self, call: str, iteration: int, job: Callable[[], T]) -> Future[T]:
         self._flush = None
         return self._submit(_Meeting(self, lambda: self.connections.run(call, iteration, job)))
+
+    def begin_flush(self, iteration: int) -> None:
+        if self._flush is None:  # a header alone would not show that all have begun it, as the result of a unit must
+            self._flush = self.meet("flush", iteration, lambda: self.connections.wait_for_all())
+
+    def state_dict(self) -> dict[str, Any]:
+        self._take_what_was_handed_over()
+        return super().state_dict()
+
+    def _take_what_was_handed_over(self) -> None:
+        while self._handed_over:
+            self._carry(self._handed_over.pop())
 
     def _take_mean(self, outgoing: Outgoing, number: int) -> None:
         self.at = _Bucket(self, outgoing, number)
@@ -234,7 +253,7 @@ class _Bucket:
         flight.copies.end(put_back=False)  # whoever completes a ring knows that all have encoded all they had to
         norms, *report = result.text
         ranks = flight.connections.ranks.world_size
-        flight.reducer.take_result(self._bucket, [_tensor_of(part) for part in result.parts], ranks)
+        flight.reducer.take_result(self._bucket, [_tensor_of(part).to(flight.device) for part in result.parts], ranks)
         outgoing.norms[self._norms_before :] = norms
         if self._compare is None:
             return None

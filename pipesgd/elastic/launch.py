@@ -36,10 +36,14 @@ def launch_elastic(
     port = _free_port(host) if port is None else port
     started: dict[int, subprocess.Popen[bytes]] = {}
 
+    asked: list[int] = []
+
     def forward(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
         for process in started.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+            if process.returncode is None:  # not send_signal, which would wait for one that has just ended
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     before = {number: signal.signal(number, forward) for number in FORWARDED}
     codes: dict[int, int] = {}
@@ -49,6 +53,8 @@ def launch_elastic(
                 first + local, machines * ranks, local_rank=local, local_world_size=ranks, host=host, port=port
             )
             started[first + local] = subprocess.Popen([program, *words], env=os.environ | own)
+        for number in asked:  # before all of them had started
+            forward(number, None)
         of_process = {process.pid: rank for rank, process in started.items()}
         last = 0
         while of_process:
@@ -59,6 +65,11 @@ def launch_elastic(
             started[rank].returncode = last
             if last < 0:
                 say(f"the process of rank {rank} was ended by {signal.Signals(-last).name}")
+    except BaseException:
+        for process in started.values():
+            if process.returncode is None:
+                process.kill()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -69,6 +69,7 @@ class Members:
 
     def __init__(self, ranks: Ranks, wrap: Wrap | None, *, least: int, wait: float):
         self.me = ranks.rank
+        self._standing = ranks.standing
         self.least = least
         self.wait = wait
         self.interrupt: Callable[[], None] = lambda: None
@@ -100,7 +101,6 @@ class Members:
         """Times at which members were asked to stop by a signal."""
         self._answered: set[int] = set()
         """Members whose first heartbeat was answered at once, so that their lease begins."""
-        self._asked_to_leave = False
         self._is_stuck = False
         self._is_over = False
         """True once a member has done its work: all have, so nobody is missed any more."""
@@ -276,6 +276,14 @@ class Members:
         self._control.wake()
 
     def _run(self) -> None:
+        try:
+            self._drive()
+        except BaseException as failure:  # noqa: BLE001 (nobody else would hear of it)
+            self.give_up(f"its membership has failed: {failure!r}")
+            self.interrupt()
+        self._control.close()
+
+    def _drive(self) -> None:
         due = time.monotonic()
         while not self._is_closed:
             now = time.monotonic()
@@ -283,6 +291,7 @@ class Members:
                 self._look_for_signals(member, now)
                 member.tick(now)
                 self._note_state(member)
+                self._share_standing(member.record, now)
             due = due if now < due else now + TICK_SECONDS
             while self._events:
                 self._events.popleft()(self._member, time.monotonic())
@@ -296,7 +305,6 @@ class Members:
             for peer in self._control.connected:
                 self._control.send(peer, Goodbye())
             self._control.flush(GOODBYE_SECONDS)
-        self._control.close()
 
     def _carry_out(self, actions: list[Action]) -> None:
         while actions:
@@ -314,7 +322,7 @@ class Members:
                         self._changed.notify_all()
                     self.interrupt()
                 case Take() | Enter() | Leave():
-                    if isinstance(action, Enter) and self._asked_to_leave:  # nobody would have stayed
+                    if isinstance(action, Enter) and action.record.ends and self.stop_at is None:
                         self.stop_at = action.record.first
                     with self._changed:
                         self._orders.append(action)
@@ -331,7 +339,7 @@ class Members:
     def _supply(self, action: Supply) -> None:
         units = range(action.first, action.last + 1)
         results = {unit: result for unit in units if (result := self.result_of(unit)) is not None}
-        if len(results) == len(units) and self._member is not None:
+        if len(results) == len(units) and self._member is not None and not self._control.is_busy(action.to):
             settled = self._member.settled
             self._control.send(action.to, Results(action.generation, action.ballot, results, settled))
 
@@ -341,13 +349,15 @@ class Members:
                 self._keep(letter.generation, letter.key, letter.value)
             case Wish():
                 self._wishes.setdefault(peer, time.monotonic())
+                if self._member is not None:
+                    self._look_for_signals(self._member, time.monotonic())
             case Goodbye():
                 self._is_over = True
             case _ if self._member is None:
                 self._early.append((peer, letter))
             case _:
-                if isinstance(letter, Prepare) and self.me in self._wishes:
-                    self._member.vote.leaves = self._asked_to_leave = True
+                if isinstance(letter, Prepare) and self._all_asked(self._member):
+                    self._member.vote.leaves = True
                 self._member.receive(peer, letter, time.monotonic())
                 if isinstance(letter, Beat) and peer not in self._answered:
                     self._answered.add(peer)
@@ -386,10 +396,18 @@ class Members:
             for peer in member.record.members:
                 if peer != self.me:
                     self._control.send(peer, Wish(signal))
-        all_asked = all(peer in self._wishes for peer in member.record.members)
-        if (all_asked or now >= self._wishes[self.me] + SIGNALS_SECONDS) and not member.vote.leaves:
-            self._asked_to_leave = True
+        late = now >= self._wishes[self.me] + SIGNALS_SECONDS
+        if (late or self._all_asked(member)) and not member.vote.leaves:
             member.leave(now)
+
+    def _all_asked(self, member: Member) -> bool:
+        """Return True if all members are known to have been asked to stop."""
+        return all(peer in self._wishes for peer in member.record.members)
+
+    def _share_standing(self, record: Record, now: float) -> None:
+        """Let the others know what this process does: who makes progress is waited for longer in an exchange."""
+        if self.me in record.members:
+            self.share(record.number, f"beat/{record.members.index(self.me)}", self._standing.beat(now).encode())
 
     def _note_state(self, member: Member) -> None:
         """Say once when no majority is in reach, or again when one is."""

@@ -101,8 +101,8 @@ class ElasticRanks(Ranks):
             record = self.begin(iteration)
             span = record.span(iteration)
             self.see_members(span.members)
-            if len(record.members) < members.least:
-                raise NotEnoughMembers(f"{len(record.members)} ranks are left, fewer than {members.least}")
+            if len(span.members) < members.least:
+                raise NotEnoughMembers(f"{len(span.members)} ranks are left, fewer than {members.least}")
             new = [one for one, _ in members.history[told:]]
             told += len(new)
             part = span.slice_of(iteration, members.me)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from pipesgd.elastic.ranks import ElasticRanks, MembersChanged
-from pipesgd.errors import NotEnoughMembers, UserInputError, named
+from pipesgd.errors import NotEnoughMembers, StoppedBySignal, UserInputError, named
 from pipesgd.membership.generation import Record, Span, first_record
 from pipesgd.membership.record import Span as Slices
 from pipesgd.optim.build import follow
@@ -42,6 +43,8 @@ class ElasticRun(Run):
         """Span of the samples that this member takes."""
         self._said = 0
         """Number of generations that have been told of."""
+        self._all_end = False
+        """True if all members end here: the end of one that is faster is no loss."""
         self._records_from: int | None = None
         """Iteration from which on this member is the first one; None if it is not."""
         super().__init__(job)
@@ -67,11 +70,13 @@ class ElasticRun(Run):
             self._take_samples(span, iteration)
         self._say_changes()
         if members.stop_at is not None and iteration >= members.stop_at:
+            self._all_end = True
             return True
-        if len(record.members) < members.least:
+        if len(span.members) < members.least:
             written = self.save_checkpoint(iteration)
+            self._all_end = True
             raise NotEnoughMembers(
-                f"{len(record.members)} of the ranks are left, fewer than --elastic {members.least}; "
+                f"{len(span.members)} of the ranks are left, fewer than --elastic {members.least}; "
                 + (f"--resume continues after iteration {iteration}" if written else "no checkpoint could be written")
             )
         return False
@@ -120,21 +125,36 @@ class ElasticRun(Run):
         ranks.all_gather_object("members", None)
         while True:
             before = ranks.record
+            if (span := before.span(done)) != self._span:  # nobody has begun the next iteration
+                self._take_samples(span, done)
             written = super().save_checkpoint(done)
             if ranks.record.members == before.members:
                 return written
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if self._all_end and isinstance(error, StoppedBySignal | NotEnoughMembers):
+            self._ranks.close(in_order=True)
 
     def finish(self) -> Result:
         self._ranks.members.stop_listening()
         return super().finish()
 
     def leave_behind(self, result: Result) -> None:
-        if self._ranks.rank == 0 and self._attempts is None:  # since the others were lost at the end
-            with MetricsWriter(self.job.folder, start=self.job.iterations) as writer:
-                self._history = writer.history
-                self._attempts = self._begin_attempt(run_again=0)
-        super().leave_behind(result)
-        self._ranks.close(in_order=True)
+        ranks = self._ranks
+        ranks.all_gather_object("members", None)
+        while True:
+            before = ranks.record
+            if ranks.rank == 0 and self._attempts is None:  # since the others were lost at the end
+                with MetricsWriter(self.job.folder, start=self.job.iterations) as writer:
+                    self._history = writer.history
+                    self._attempts = self._begin_attempt(run_again=0)
+            super().leave_behind(result)
+            if ranks.record.members == before.members:  # else what one of them was to write may be missing
+                break
+        ranks.close(in_order=True)
 
     def _summary_of_members(self) -> dict[str, Any]:
         history = self._ranks.members.history

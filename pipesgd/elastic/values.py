@@ -31,8 +31,10 @@ class SharedValues(dist.Store):
         self._members.share(self._generation, key, text)
 
     def check(self, keys: Sequence[str]) -> bool:
+        if len(self._members.shared(self._generation, keys)) == len(set(keys)):
+            return True  # also if a change has begun: who has shared the last value may have ended since
         self._members.check()
-        return len(self._members.shared(self._generation, keys)) == len(set(keys))
+        return False
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         self.wait(keys)

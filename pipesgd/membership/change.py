@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipesgd.membership.generation import NO_BALLOT, Ballot, Record
-from pipesgd.membership.messages import Promise
+from pipesgd.membership.messages import Promise, Results
 
 
 @dataclass(slots=True)
@@ -30,6 +30,8 @@ class Vote:
     """Decided generation that is entered as soon as the sums have ended."""
     leaves: bool = False
     """True if this member asks to be left out."""
+    late: Results | None = None
+    """Results that came after the ballot that they were for."""
 
 
 @dataclass(slots=True)

@@ -74,6 +74,8 @@ class Record:
     lost: tuple[Lost, ...] = ()
     """Members of the generation before that are not in this one."""
     settled: int = 0
+    ends: bool = False
+    """True if all members have asked to leave: nobody begins iteration ``first``."""
 
     def span(self, iteration: int) -> Span:
         """Return the span of ``iteration``, which must not be settled."""

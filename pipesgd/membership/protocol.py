@@ -28,6 +28,7 @@ The phases of a change, where the first living member proposes:
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Collection, Iterable, Sequence
 
@@ -208,12 +209,18 @@ class Member:
                     self.proposal, self.vote.control = None, now
             case Level() if message.ballot == self.vote.promised and message.generation == self.record.number:
                 self.vote.control = now
-                fetch = Fetch(message.generation, message.ballot, self.newest + 1, message.base)
-                self._answer(message.holder, fetch, now)
+                late = self.vote.late
+                if late is not None and {*range(self.newest + 1, message.base + 1)} <= late.results.keys():
+                    self._take(dataclasses.replace(late, ballot=message.ballot), now)
+                else:
+                    fetch = Fetch(message.generation, message.ballot, self.newest + 1, message.base)
+                    self._answer(message.holder, fetch, now)
             case Fetch():
                 self.actions.append(Supply(source, message.generation, message.ballot, message.first, message.last))
             case Results() if message.generation == self.record.number and self._counts(message.ballot):
                 self._take(message, now)
+            case Results() if message.generation == self.record.number:
+                self.vote.late = message  # it took longer than its ballot; a newer one asks for the same
             case Accept() if message.generation == self.record.number and message.ballot >= self.vote.promised:
                 self.vote.promised, self.vote.control = message.ballot, now
                 self.vote.accepted, self.vote.accepted_in = message.value, message.ballot
@@ -404,7 +411,10 @@ class Member:
         promises = [proposal.promises[member] for member in stay]
         begun = max(promise.begun for promise in promises)
         settled = max(promise.settled for promise in promises if promise.newest == base)
-        return self._next_record(members, joiners, base, settled, begun, now)
+        ends = all(promise.leaves for promise in promises)
+        return dataclasses.replace(
+            self._next_record(members, joiners, base, settled, begun, now), ends=ends or self.record.ends
+        )
 
     def _may_decide(self, those: Collection[int]) -> bool:
         return is_quorum(those, self.record.members, self.peers.certain)

@@ -81,5 +81,6 @@ def scale_rates(optimizer: Optimizer, schedule: LRScheduler, factor: float) -> N
 
 def follow(schedule: LRScheduler, record: Record, done: int) -> None:
     """Let ``schedule`` go to where the first ranks of ``record`` would be with the samples of ``done`` iterations."""
-    schedule.last_epoch = record.progress(done) - 1  # type: ignore[assignment]  # rates between two iterations
+    most = getattr(schedule, "total_steps", math.inf)  # epochs may end in the middle of an iteration
+    schedule.last_epoch = min(record.progress(done), most) - 1  # type: ignore[assignment]  # between two iterations
     schedule.step()

@@ -100,6 +100,36 @@ def test_below_the_least_number_the_state_is_written(tmp_path: Path) -> None:
     assert again.codes == {0: 0}, (tmp_path / "log").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_several_that_are_left_below_the_least_number_write_their_state_together(tmp_path: Path, width: int) -> None:
+    """One of them may have begun an iteration that the other has not."""
+    words = WORDS.replace("--elastic 1", "--elastic 3").replace("--width 2", f"--width {width}")
+    kills = [Kill(rank=rank, phase=COMPUTING, call=20 + rank % 2, seconds=0.001) for rank in (1, 2)]
+    ended = elastic_ranks.run(words, 4, tmp_path, kills)
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert ended.codes == {0: 75, 1: -14, 2: -14, 3: 75}, log
+    [newest] = {line for line in log.splitlines() if "--resume continues after iteration" in line}
+    folder = tmp_path / "run" / "checkpoints" / f"iteration-{newest.rsplit(' ', 1)[1]}"
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["rank-0.pt", "rank-1.pt", "shared.pt"]
+    again = elastic_ranks.run(f"{words} --resume", 3, tmp_path)
+    assert set(again.codes.values()) == {0}, (tmp_path / "log").read_text(encoding="utf-8")
+
+
+def test_epochs_end_with_their_samples_and_the_schedule_with_them(tmp_path: Path) -> None:
+    words = WORDS.replace("--iterations 60", "--epochs 2 --schedule one-cycle")
+    kills = [Kill(rank=rank, phase=COMPUTING, call=20 + rank) for rank in (1, 4)]
+    ended = elastic_ranks.run(words, 5, tmp_path, kills)
+    assert [ended.codes[rank] for rank in (0, 2, 3)] == [0, 0, 0], (tmp_path / "log").read_text(encoding="utf-8")
+    summary = _summary(tmp_path)
+    last = summary["generations"][-1]
+    assert last["members"] == [0, 2, 3]
+    given = sum(len(lost["slices_given_back"]) for one in summary["generations"] for lost in one["lost"])
+    slices = 1497 // (5 * 16) * 5 * 2  # the training set of digits in whole batches of five ranks, twice
+    first, second = (one["first_iteration"] for one in summary["generations"][1:])
+    used = 5 * first + 4 * (second - first) + 3 * (summary["iterations"] - second) - given
+    assert slices <= used < slices + 3
+
+
 # ---- Ranks that are stopped, or asked to stop
 
 LONG = WORDS.replace("--iterations 60", "--iterations 2500").replace("--evaluate-iterations 7", "")
@@ -153,7 +183,9 @@ def test_a_rank_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
 def test_all_that_are_asked_to_stop_write_a_checkpoint_together(tmp_path: Path) -> None:
     ended, log = _run_with(tmp_path, 3, LONG, *((2.0 + rank / 4, rank, signal.SIGTERM) for rank in range(3)))
     assert set(ended.codes.values()) == {143}, log
-    assert "stopped by SIGTERM after iteration " in log
+    iteration = log.split("stopped by SIGTERM after iteration ")[1].split(";")[0]
+    files = (tmp_path / "run" / "checkpoints" / f"iteration-{iteration}").glob("rank-*.pt")
+    assert sorted(path.name for path in files) == ["rank-0.pt", "rank-1.pt", "rank-2.pt"]
     again = elastic_ranks.run(f"{LONG} --resume", 3, tmp_path)
     assert set(again.codes.values()) == {0}, (tmp_path / "log").read_text(encoding="utf-8")
 
