@@ -10,11 +10,12 @@ from typing import Any
 
 from experiments.membership.invariants import Invariants, ViolationError
 from experiments.membership.trainer import LOG_KEPT, MOST, Frame, Trainer
+from pipesgd.membership.change import State
 from pipesgd.membership.generation import first_record, is_quorum
 from pipesgd.membership.messages import Beat, Log, Message, Results, Snapshot
 from pipesgd.membership.newcomer import Newcomer
 from pipesgd.membership.peers import TICK_SECONDS
-from pipesgd.membership.protocol import Member, State
+from pipesgd.membership.protocol import Member
 
 PROGRESS_SECONDS = 15.0
 """Seconds after the last fault within which the members complete three more units."""

@@ -21,6 +21,7 @@ from pipesgd.comm.greeting import Wrap
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.letters import Goodbye, Result, Value, Wish
 from pipesgd.errors import DeadlineExceeded, LeftBehind, NotEnoughMembers, RunError
+from pipesgd.membership.change import State
 from pipesgd.membership.generation import Record, first_record
 from pipesgd.membership.messages import (
     Action,
@@ -37,7 +38,7 @@ from pipesgd.membership.messages import (
     Take,
 )
 from pipesgd.membership.peers import TICK_SECONDS
-from pipesgd.membership.protocol import Member, State
+from pipesgd.membership.protocol import Member
 from pipesgd.process import say
 from pipesgd.ranks import Ranks
 

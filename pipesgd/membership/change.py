@@ -1,11 +1,27 @@
-"""State of one member in one change, from a generation to the next: as one that votes, and as one that proposes."""
+"""State of a member, and in one change, from a generation to the next: as one that votes, and as one that proposes."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from pipesgd.membership.generation import NO_BALLOT, Ballot, Record
 from pipesgd.membership.messages import Promise, Results
+
+
+class State(enum.Enum):
+    """State of a member."""
+
+    ACTIVE = "active"
+    """It sums units and begins iterations."""
+    PAUSED = "paused"
+    """Fewer members than the least number are left: it begins nothing, and admits newcomers."""
+    FROZEN = "frozen"
+    """It has promised: its generation is over for it."""
+    STUCK = "stuck"
+    """It has been frozen for a while: no quorum is in reach."""
+    OUT = "out"
+    """The others have left it behind."""
 
 
 @dataclass(slots=True)

@@ -29,10 +29,9 @@ The phases of a change, where the first living member proposes:
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Collection, Iterable, Sequence
 
-from pipesgd.membership.change import Proposal, Vote
+from pipesgd.membership.change import Proposal, State, Vote
 from pipesgd.membership.donor import Donor
 from pipesgd.membership.generation import Ballot, Record, is_quorum, next_record
 from pipesgd.membership.messages import (
@@ -64,21 +63,6 @@ BALLOT_RETRIES = 3
 """Retries after which a proposer that got no answer begins another ballot."""
 STUCK_RETRIES = 5
 """Retries after which a frozen member is called stuck."""
-
-
-class State(enum.Enum):
-    """State of a member."""
-
-    ACTIVE = "active"
-    """It sums units and begins iterations."""
-    PAUSED = "paused"
-    """Fewer members than the least number are left: it begins nothing, and admits newcomers."""
-    FROZEN = "frozen"
-    """It has promised: its generation is over for it."""
-    STUCK = "stuck"
-    """It has been frozen for a while: no quorum is in reach."""
-    OUT = "out"
-    """The others have left it behind."""
 
 
 class Member:

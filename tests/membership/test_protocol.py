@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pipesgd.membership.change import State
 from pipesgd.membership.generation import Ballot, first_record, is_quorum, next_record
 from pipesgd.membership.messages import Accept, Beat, Level, Prepare, Promise, Refuse, Results, Send, Suspect
 from pipesgd.membership.peers import LEASE_SECONDS, ROUND_TRIPS, SHORTEST_RETRY, Peers
-from pipesgd.membership.protocol import Member, State
+from pipesgd.membership.protocol import Member
 from tests.membership._mistakes import BaseLowered, LateResults, VoidValuesBelieved
 from tests.membership._ring import UNIT, Ring
 
