@@ -73,7 +73,7 @@ COMMAND = """
         pytest.param("pipesgd.pipeline.pipeline", "check_same_training", 1, "--codec int8", id="making a pipeline"),
         pytest.param("pipesgd.reducers.make", "compile_loops", 0, "--codec int8", id="compilation"),
         pytest.param("pipesgd.training", "forward_backward", 1, "--loader-workers 1", id="computation"),
-        pytest.param("pipesgd.train", "evaluate", 0, "", id="evaluation"),
+        pytest.param("pipesgd.training", "evaluate", 0, "", id="evaluation"),
         pytest.param("pipesgd.run.checkpoint", "Checkpoints.save", 2, "", id="checkpoint"),
         pytest.param("pipesgd.pipeline.pipelined", "Pipelined.close", 1, "", id="close"),
     ],
@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_is_named_at_once_in_every_phase(
 
 def test_a_failure_that_a_rank_reports_itself_is_shown_and_not_the_end_of_its_process(tmp_path: Path) -> None:
     program = COMMAND.replace("os.kill(os.getpid(), signal.SIGKILL)", "raise OSError('the disk is on fire')")
-    said = said_by_ranks(program.format(owner="pipesgd.train", path="evaluate", victim=1, more=""), tmp_path)
+    said = said_by_ranks(program.format(owner="pipesgd.training", path="evaluate", victim=1, more=""), tmp_path)
     assert "ranks ended with [1, 1, 1]" in said
     for rank in (0, 2):
         assert f"error: rank {rank}: stopped in " in said

@@ -34,7 +34,8 @@ NAMED_BY = {
 
 
 def test_every_guest_trains_when_an_option_names_it(tmp_path: Path) -> None:
-    assert NAMED_BY.keys() == HOMES.keys()
+    lose_ranks = {name for name, home in HOMES.items() if home.startswith("elastic.")}  # tests/elastic trains these
+    assert NAMED_BY.keys() == HOMES.keys() - lose_ranks
     text = tmp_path / "text"
     text.write_text("All that glitters is not gold. " * 100, encoding="utf-8")
     words = {
