@@ -36,6 +36,7 @@ def test_every_result_is_made_by_one_of_them_or_its_experiment_is_archived() -> 
     made = {path.name.removesuffix(".manifest.json") for path in RESULTS.glob("*.manifest.json")}
     beside = {
         "local_steps_accuracy_summary": "local_steps_accuracy",
+        "survivors_changes": "survivors",
         "systems_convergence": "systems",
         "validate_timing_model_auto": "validate_timing_model",
     }
