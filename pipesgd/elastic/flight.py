@@ -102,11 +102,22 @@ class ElasticFlight(Flight[Known]):
 
     def meet(self, call: str, iteration: int, job: Callable[[], T]) -> Future[T]:
         self._flush = None
-        return self._submit(_Meeting(self, lambda: self.connections.run(call, iteration, job)))
+        return self._submit(_Meeting(self, lambda: self.meet_all(call, iteration, job)))
 
-    def begin_flush(self, iteration: int) -> None:
-        if self._flush is None:  # a header alone would not show that all have begun it, as the result of a unit must
-            self._flush = self.meet("flush", iteration, lambda: self.connections.wait_for_all())
+    def meet_all(self, call: str, iteration: int, job: Callable[[], T]) -> T:
+        """Return ``job()``, but not before all members have begun this meeting. On the thread.
+
+        Whoever holds the result of a unit must know that. The ring of a bucket shows it; a header, which is all that a
+        meeting without values sends, is of one other rank alone.
+        """
+
+        def whole() -> T:
+            value = job()
+            if self.at is None:
+                self.connections.wait_for_all()
+            return value
+
+        return self.connections.run(call, iteration, whole)
 
     def state_dict(self) -> dict[str, Any]:
         self._take_what_was_handed_over()
@@ -134,9 +145,6 @@ class ElasticFlight(Flight[Known]):
         units = self.ranks.units
         return self.thread.submit(lambda: units.run(unit)[0])
 
-    def wait_until_summed(self) -> None:
-        self.thread.submit(lambda: None).result()
-
     def close(self, *, together: bool) -> None:
         """End the connections; the thread continues, since exchanges of values may follow."""
         units = self.ranks.units
@@ -159,13 +167,13 @@ class _Buffer(Unit[None]):
     """The exact sum of a buffer."""
 
     def __init__(self, flight: ElasticFlight[Any], call: str, iteration: int, buffer: FlatBuffer):
-        super().__init__(
-            lambda ranks: flight.connections.run(call, iteration, lambda: sum_buffer(buffer, flight.exact))
-        )
+        super().__init__(lambda ranks: flight.meet_all(call, iteration, lambda: sum_buffer(buffer, flight.exact)))
+        self._flight = flight
         self._flats = buffer.flats
         self._copies: list[Tensor] = []
 
     def keep(self) -> None:
+        self._flight.at = None
         self._copies = [flat.clone() for flat in self._flats]
 
     def put_back(self) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from pipesgd.replicas import weights_sha256
 pytestmark = pytest.mark.slow
 
 ITERATIONS, KILLED, AT = 40, 1, 15
+
+Train = Callable[[Path, pipesgd.Wire], None]
 
 
 def _train(folder: Path, wire: pipesgd.Wire) -> None:
@@ -44,7 +48,7 @@ def _train(folder: Path, wire: pipesgd.Wire) -> None:
     (folder / f"{os.environ['RANK']}.json").write_text(text, encoding="utf-8")
 
 
-def _fork(rank: int, port: int, folder: Path, wire: pipesgd.Wire) -> int:
+def _fork(rank: int, port: int, folder: Path, wire: pipesgd.Wire, train: Train) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -55,7 +59,7 @@ def _fork(rank: int, port: int, folder: Path, wire: pipesgd.Wire) -> int:
             os.environ.update(rank_environment(rank, 3, port, 0))
             torch.set_num_threads(1)
             try:
-                _train(folder, wire)
+                train(folder, wire)
                 code = 0
             except UserInputError as problem:
                 (folder / f"{rank}.error").write_text(str(problem), encoding="utf-8")
@@ -64,9 +68,9 @@ def _fork(rank: int, port: int, folder: Path, wire: pipesgd.Wire) -> int:
         os._exit(code)
 
 
-def _run(folder: Path, wire: pipesgd.Wire) -> list[int]:
+def _run(folder: Path, wire: pipesgd.Wire, train: Train = _train) -> list[int]:
     with store() as port:
-        pids = [_fork(rank, port, folder, wire) for rank in range(3)]
+        pids = [_fork(rank, port, folder, wire, train) for rank in range(3)]
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
@@ -102,3 +106,33 @@ def test_a_wire_that_cannot_lose_ranks_is_refused(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused_before_anything_is_started(given: dict[str, Any], line: str) -> None:
     with pytest.raises(UserInputError, match=line):
         elastic.join(**given)
+
+
+# ---- What a unit's result shows
+
+
+def _combine(folder: Path, wire: pipesgd.Wire) -> None:
+    """Combine the buffers of a model that has none: nothing is summed. Rank 1 comes late."""
+    ranks = elastic.join(least=2)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire) as pipeline:
+        for _ in ranks.iterations(1):
+            model(torch.ones(2, 3)).sum().backward()
+            pipeline.step()
+            if ranks.rank == 1:
+                time.sleep(LATE_SECONDS)
+            begun = time.monotonic()
+            pipeline.combine_buffers()
+            ended = time.monotonic()
+    (folder / f"{ranks.rank}.json").write_text(json.dumps([begun, ended]), encoding="utf-8")
+
+
+LATE_SECONDS = 0.5
+
+
+def test_a_unit_without_a_sum_ends_when_all_have_begun_it(tmp_path: Path) -> None:
+    """Else a survivor could hold its result whom others are two units behind: none has what they miss."""
+    assert _run(tmp_path, pipesgd.Wire(transport="tcp"), _combine) == [0, 0, 0], (tmp_path / "log").read_text("utf-8")
+    times = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]
+    assert min(ended for _, ended in times) >= max(begun for begun, _ in times)
