@@ -7,7 +7,7 @@ is given what the run says about its members, and imports nothing of pipesgd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,28 +60,52 @@ def dot(products: Tensor, targets: Tensor) -> Tensor:
     return products.mean()
 
 
+Span = tuple[int, list[int], list[int], int]
+"""First iteration, members, slices that are given back, and the next slice that nobody had."""
+
+
+def spans_of(generations: Sequence[Mapping[str, Any]]) -> list[Span]:
+    """Return the layout of samples of each generation in summary.json, from its first iteration on."""
+    spans: list[Span] = [(generations[0]["first_iteration"], generations[0]["members"], [], 0)]
+    for generation in generations[1:]:
+        given_back, fresh = rest(spans[-1], generation["first_iteration"])
+        lost = [number for lost in generation["lost"] for number in lost["slices_given_back"]]
+        spans.append((generation["first_iteration"], generation["members"], [*given_back, *lost], fresh))
+    return spans
+
+
+def rest(span: Span, end: int) -> tuple[list[int], int]:
+    """Return what iterations before ``end`` leave of a span: slices still given back, and the next fresh one."""
+    first, members, given_back, fresh = span
+    given = (end - first) * len(members)
+    return given_back[given:], fresh + max(0, given - len(given_back))
+
+
+def span_at(spans: Sequence[Span], iteration: int) -> Span:
+    """Return the span of ``iteration``."""
+    return next(span for span in reversed(spans) if span[0] <= iteration)
+
+
+def slice_of(spans: Sequence[Span], iteration: int, member: int) -> int:
+    """Return the number of the slice that ``member`` takes in ``iteration``."""
+    first, members, given_back, fresh = span_at(spans, iteration)
+    n = (iteration - first) * len(members) + members.index(member)
+    return given_back[n] if n < len(given_back) else fresh + n - len(given_back)
+
+
 def replayed(summary: Mapping[str, Any], iterations: int) -> Tensor:
     """Return the weights after ``iterations``, (VALUES,), given what summary.json says of the members."""
     samples = all_values(SAMPLES)
     generations = summary["generations"]
     members = generations[0]["members"]
     length = SAMPLES // (len(members) * BATCH) * len(members)
-    spans: list[tuple[int, list[int], list[int], int]] = [(generations[0]["first_iteration"], members, [], 0)]
-    for generation in generations[1:]:
-        first, old, given_back, fresh = spans[-1]
-        begin = generation["first_iteration"]
-        given = (begin - first) * len(old)
-        back = [*given_back[given:], *(one for lost in generation["lost"] for one in lost["slices_given_back"])]
-        spans.append((begin, generation["members"], back, fresh + max(0, given - len(given_back))))
+    spans = spans_of(generations)
     weights = torch.zeros(VALUES)
     for iteration in range(iterations):
-        first, ranks, given_back, fresh = next(span for span in reversed(spans) if span[0] <= iteration)
         summed_by = next(one for one in reversed(generations) if one["iterations_done"] <= iteration)["members"]
         total = torch.zeros(VALUES)
         for member in summed_by:
-            n = (iteration - first) * len(ranks) + ranks.index(member)
-            number = given_back[n] if n < len(given_back) else fresh + n - len(given_back)
-            start = number % length * BATCH
+            start = slice_of(spans, iteration, member) % length * BATCH
             total += samples[start : start + BATCH].sum(0) / BATCH
         weights -= total / len(summed_by)
     return weights

@@ -35,6 +35,7 @@ from rich.console import Console
 
 from experiments import command, elastic_ranks, forked_ranks
 from experiments.elastic_ranks import CALLS, CHECKPOINT, COMPUTING, EVALUATION, MESSAGES, Ended, Kill
+from experiments.integer_sums import rest, slice_of, span_at, spans_of
 from experiments.kept_runs import KeptRuns
 from experiments.results import save, sources
 from pipesgd.errors import RunError
@@ -94,32 +95,16 @@ def kills_of(chance: random.Random, ranks: int) -> list[Kill]:
 
 def slices_missing(summary: Mapping[str, Any], iterations: int) -> str:
     """Return what is wrong with the slices of samples, given the generations of a run; empty if nothing is."""
-    spans: list[tuple[int, list[int], list[int], int]] = []
+    generations = summary["generations"]
+    spans = spans_of(generations)
     used: Counter[int] = Counter()
-    waiting: list[int] = []
-    for number, generation in enumerate(summary["generations"]):
-        first, members = generation["first_iteration"], generation["members"]
-        if number == 0:
-            spans.append((first, members, [], 0))
-            continue
-        before, old, given_back, fresh = spans[-1]
-        n = (first - before) * len(old)
-        rest, fresh = given_back[n:], fresh + max(0, n - len(given_back))
-        lost = [one for each in generation["lost"] for one in each["slices_given_back"]]
-        spans.append((first, members, [*rest, *lost], fresh))
-    lost_slices = Counter(
-        one for generation in summary["generations"] for each in generation["lost"] for one in each["slices_given_back"]
-    )
     for iteration in range(iterations):
-        first, members, given_back, fresh = next(span for span in reversed(spans) if span[0] <= iteration)
-        for place in range(len(members)):
-            n = (iteration - first) * len(members) + place
-            used[given_back[n] if n < len(given_back) else fresh + n - len(given_back)] += 1
-    used -= lost_slices
-    first, members, given_back, fresh = spans[-1]
-    n = (iterations - first) * len(members)
-    waiting, end = given_back[n:], fresh + max(0, n - len(given_back))
-    wrong = [one for one in range(end) if used[one] != (0 if one in waiting else 1)]
+        used.update(slice_of(spans, iteration, member) for member in span_at(spans, iteration)[1])
+    used -= Counter(
+        number for generation in generations for lost in generation["lost"] for number in lost["slices_given_back"]
+    )
+    waiting, end = rest(spans[-1], iterations)
+    wrong = [number for number in range(end) if used[number] != (0 if number in waiting else 1)]
     return f"slices {wrong[:5]} were used {[used[one] for one in wrong[:5]]} times" if wrong else ""
 
 

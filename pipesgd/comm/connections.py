@@ -85,14 +85,9 @@ class Connections:
             self._links = torch_links = TorchLinks(ranks, timeout, connections, backend=backend, on_host=on_host)
             self._groups = torch_links.groups
         else:
-            from pipesgd.comm.tcp import TcpLinks
+            from pipesgd.comm.tcp import TcpLinks, wrap_of
 
-            wrap = None
-            if transport == "tls":
-                from pipesgd.comm.tls import tls
-
-                wrap = tls(ranks.secret)
-            self._links = TcpLinks(ranks, timeout, wrap)
+            self._links = TcpLinks(ranks, timeout, wrap_of(transport, ranks))
         if is_outside:
             return
         self.control: Transport = self._links.control(pace)

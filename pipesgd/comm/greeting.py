@@ -20,6 +20,7 @@ import socket
 import ssl
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
@@ -80,18 +81,16 @@ def connect(ranks: Ranks, timeout: float, wrap: Wrap | None) -> dict[int, socket
     meeting = _Meeting(ranks, time.monotonic() + timeout, wrap)
     try:
         return meeting.connections()
-    except CommunicationError as failure:
-        meeting.end(failed=True)
-        failure.name_ranks(ranks.number)
-        raise
-    except BaseException:
-        meeting.end(failed=True)
+    except BaseException as failure:
+        meeting.drop()
+        if isinstance(failure, CommunicationError):
+            failure.name_ranks(ranks.number)
         raise
     finally:
-        meeting.end(failed=False)
+        meeting.close()
 
 
-class Greeter:
+class Greeter(ABC):
     """The attempts of a rank to connect to others, and of others to connect to it, in one thread.
 
     Whoever drives it polls what it ``waits_for``, and calls ``handle`` and ``expire``.
@@ -135,17 +134,17 @@ class Greeter:
 
     # ---- What happens to connections
 
+    @abstractmethod
     def _may_come(self, rank: int) -> bool:
         """Return True if a connection from ``rank`` is expected."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _connected(self, rank: int, sock: socket.socket) -> None:
         """Take a connection to ``rank``, which does not block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _not_connected(self, rank: int, problem: Exception, reason: str) -> None:
         """Note that this rank could not connect to ``rank``, because of a ``problem`` that ``reason`` describes."""
-        raise NotImplementedError
 
     # ---- For whoever drives it
 
@@ -240,12 +239,7 @@ class Greeter:
         """Connect to a lower rank and greet it."""
         own, peer = self._rank, attempt.peer
         assert peer is not None
-        number = attempt.sock.connect_ex(place)
-        if number == errno.EINPROGRESS:
-            yield select.POLLOUT
-            number = attempt.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if number:
-            raise OSError(number, errno.errorcode.get(number, ""))
+        yield from reached(attempt.sock, place)
         yield from self._secured(attempt, accepted=False)
         nonce = secrets.token_bytes(32)
         yield from _send(attempt.sock, HELLO.pack(MAGIC, self._session, own, nonce, b""))
@@ -329,10 +323,9 @@ class _Meeting(Greeter):
             warn(f"rank {own} has refused {connections} no rank's, first from {self._refused}")
         return self._found
 
-    def end(self, *, failed: bool) -> None:
-        """End what is not needed any more; if the meeting has ``failed``, its connections, too."""
-        self.close()
-        for sock in self._found.values() if failed else ():
+    def drop(self) -> None:
+        """End the connections that there are."""
+        for sock in self._found.values():
             close(sock)
 
     def _give_up(self, peer: int) -> None:
@@ -396,6 +389,16 @@ def places_and_tokens(everybody: Sequence[Sequence[str | int]]) -> tuple[list[tu
 def greeting_secret(ranks: Ranks) -> bytes:
     """Return what the proofs of ``ranks`` depend on; empty without a secret of the job."""
     return b"" if ranks.secret is None else ranks.secret.key("greetings")
+
+
+def reached(sock: socket.socket, place: Place) -> Generator[int, None, None]:
+    """Connect ``sock``, which does not block, to ``place``; the error is what the other machine answers."""
+    number = sock.connect_ex(place)
+    if number == errno.EINPROGRESS:
+        yield select.POLLOUT
+        number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if number:
+        raise OSError(number, errno.errorcode.get(number, ""))
 
 
 def _listening(host: str) -> socket.socket:

@@ -451,6 +451,19 @@ class TcpTransport(CountedTransport):
         return self._links.begin(tensor, peer, self.tag, operation, self._before_waits, outgoing=outgoing)
 
 
+def wrap_of(transport: str, ranks: Ranks) -> Wrap | None:
+    """Return the function that puts TLS on sockets of ``transport``; None for connections in clear.
+
+    Raises:
+        UserInputError: the ``ranks`` have no secret with a certificate, which TLS needs.
+    """
+    if transport != "tls":
+        return None
+    from pipesgd.comm.tls import tls
+
+    return tls(ranks.secret)
+
+
 def _set_options(sock: socket.socket, timeout: float) -> None:
     """Let the kernel end a connection when the other machine has not answered for ``timeout`` seconds."""
     tcp = socket.IPPROTO_TCP

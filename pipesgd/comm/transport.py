@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -88,7 +89,7 @@ class Links(Protocol):
         """End the connections; the transports cannot be used any more."""
 
 
-class CountedTransport:
+class CountedTransport(ABC):
     """Part of every transport that counts and logs its messages; ``_begin`` begins one."""
 
     def __init__(self, rank: int, world_size: int, tag: int, before_sends: Callable[[int], None]):
@@ -113,8 +114,9 @@ class CountedTransport:
             log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
         return self._begin(tensor, peer, f"receive of {what}", outgoing=False)
 
+    @abstractmethod
     def _begin(self, tensor: Tensor, peer: int, operation: str, *, outgoing: bool) -> Pending:
-        raise NotImplementedError
+        """Begin to send ``tensor`` to ``peer``, or to receive into it; ``operation`` names that in errors."""
 
 
 class TorchTransport(CountedTransport):

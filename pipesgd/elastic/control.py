@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipesgd.comm.greeting import AGAIN_SECONDS, Greeter, Wrap, greeting_secret, listening, places_and_tokens
+from pipesgd.comm.greeting import AGAIN_SECONDS, Greeter, Wrap, greeting_secret, listening, places_and_tokens, reached
 from pipesgd.elastic.letters import HEAD, MOST_TEXT, Goodbye, decoded, encode
 from pipesgd.membership.sockets import Place, close, opened
 from pipesgd.membership.store import MalformedValue
@@ -206,11 +206,8 @@ class ControlConnections(Greeter):
 
     def _ask(self, attempt: Any, place: Place) -> Generator[int, None, int]:
         """Ask the machine of a higher rank, which connects itself, whether its listener is still there."""
-        number = attempt.sock.connect_ex(place)
-        if number == errno.EINPROGRESS:
-            yield select.POLLOUT
-            number = attempt.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        raise OSError(number or errno.EISCONN, errno.errorcode.get(number, "it is there"))
+        yield from reached(attempt.sock, place)
+        raise OSError(errno.EISCONN, "it is there")
 
     def _drop(self, peer: _Peer) -> None:
         if peer.sock is not None:

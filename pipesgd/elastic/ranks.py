@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from pipesgd.comm.tcp import wrap_of
 from pipesgd.elastic.members import Interrupted, Members
 from pipesgd.elastic.units import Units, gathered
 from pipesgd.elastic.values import SharedValues
@@ -26,7 +27,7 @@ class MembersChanged(RunError):  # noqa: N818 (what happened)
 
 @dataclass(eq=False)
 class GenerationRanks(Ranks):
-    """The ranks of one generation, for the communication thread; all of their exchanges end when it does."""
+    """The ranks of one generation, whose exchanges, on the communication thread, end when it does."""
 
     def watch(self, on_failure: Callable[[RunError], None], *, even_alone: bool = False) -> Callable[[], None]:
         return lambda: None  # members watch each other
@@ -48,7 +49,7 @@ class Share:
 
 
 @dataclass(eq=False)
-class ElasticRanks(Ranks):
+class ElasticRanks(GenerationRanks):
     """The members of an elastic run as the main thread sees them: each exchange of values is a unit of its own.
 
     ``rank`` and ``world_size`` are those of the generation ``record``. It changes in the same places of the program on
@@ -133,9 +134,6 @@ class ElasticRanks(Ranks):
         assert number == self.world_size, "all ranks of an elastic run train"
         return self
 
-    def watch(self, on_failure: Callable[[RunError], None], *, even_alone: bool = False) -> Callable[[], None]:
-        return lambda: None  # members watch each other
-
     def all_gather_object(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
         found, record = self.units.call(gathered(what, value, within=within, close_by=close_by))
         self.see(record)
@@ -163,11 +161,7 @@ def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, w
         least: least number of members that train.
         wait: seconds for which a member without a majority waits for the others, by default 60.
     """
-    wrap = None
-    if transport == "tls":
-        from pipesgd.comm.tls import tls
-
-        wrap = tls(ranks.secret)
+    wrap = wrap_of(transport, ranks)
     machines = ranks.all_gather_object("machines of members", ranks.rank - ranks.local_rank)
     places = ranks.addresses()
     members = Members(ranks, wrap, least=least, wait=DEFAULT_WAIT_SECONDS if wait is None else wait)

@@ -45,21 +45,15 @@ class ElasticRun(Run):
         """Number of generations that have been told of."""
         self._all_end = False
         """True if all members end here: the end of one that is faster is no loss."""
-        self._records_from: int | None = None
-        """Iteration from which on this member is the first one; None if it is not."""
         super().__init__(job)
 
     def train(self) -> None:
-        members, batches = self._ranks.members, self.job.batches
-        members.signal = lambda: self._ranks.standing.farewell.requested
-        record = batches.record
-        newest = record.spans[-1]
-        rest = newest.given_back[(self.start - newest.first) * newest.ranks :]
-        first = first_record(range(self._ranks.world_size), self.start, rest, record.given(self.start))
-        self._ranks.units.start(first)
+        ranks = self._ranks
+        ranks.members.signal = lambda: ranks.standing.farewell.requested
+        span = self.job.batches.record.next_span(self.start, ranks.world_size)
+        first = first_record(range(ranks.world_size), self.start, span.given_back, span.given)
+        ranks.units.start(first)
         self._span = first.spans[0]
-        if self._ranks.rank == 0:
-            self._records_from = self.start
         super().train()
 
     def _ends_before(self, iteration: int) -> bool:
@@ -94,8 +88,7 @@ class ElasticRun(Run):
             end = (optimization.epochs or DEFAULT_EPOCHS) * batches.record.length
             self.job = replace(self.job, iterations=batches.record.iterations(end))
             self._next_rate = functools.partial(follow, self.state.schedule, batches.record)
-        if ranks.rank == 0 and self._records_from is None:
-            self._records_from = iteration
+        if ranks.rank == 0 and self._attempts is None:  # the first member was another one
             self._begin_records(iteration)
 
     def _say_changes(self) -> None:

@@ -61,9 +61,13 @@ class Record:
         newest = self.spans[-1]
         if newest.first <= iteration and newest.ranks == ranks:
             return self
+        return self.followed_by(self.next_span(iteration, ranks))
+
+    def next_span(self, iteration: int, ranks: int) -> Span:
+        """Return the span in which this many ``ranks`` take what the iterations before ``iteration`` leave."""
         before = self._span(iteration)
         rest = before.given_back[(iteration - before.first) * before.ranks :]
-        return self.followed_by(Span(iteration, ranks, self.given(iteration), rest))
+        return Span(iteration, ranks, self.given(iteration), rest)
 
     def followed_by(self, span: Span) -> Self:
         """Return the record in which ``span`` follows what is before it."""
