@@ -78,7 +78,7 @@ def connect(ranks: Ranks, timeout: float, wrap: Wrap | None) -> dict[int, socket
     """
     if ranks.world_size == 1:
         return {}
-    meeting = _Meeting(ranks, time.monotonic() + timeout, wrap)
+    meeting = _Meeting(ranks, timeout, wrap)
     try:
         return meeting.connections()
     except BaseException as failure:
@@ -287,10 +287,10 @@ class Greeter(ABC):
 class _Meeting(Greeter):
     """The meeting of all ranks, at which each connects to all others."""
 
-    def __init__(self, ranks: Ranks, end: float, wrap: Wrap | None):
+    def __init__(self, ranks: Ranks, seconds: float, wrap: Wrap | None):
         self._ranks = ranks
-        self._seconds = end - time.monotonic()
-        self._end = end
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
         self._found: dict[int, socket.socket] = {}
         self._again: dict[int, float] = dict.fromkeys(range(ranks.rank), 0.0)
         """Ranks to connect to, and the times at which to do so."""
