@@ -84,6 +84,7 @@ EXPERIMENTS = (
     Experiment(name="kill_testbed", words="kill_testbed", minutes=3),
     Experiment(name="ddp_calculated", words="ddp_calculated", minutes=10),
     Experiment(name="ddp_examples", words="ddp_calculated --examples", minutes=3),
+    Experiment(name="screens", words="screens", minutes=2),
     Experiment(name="encrypted_network", words="encrypted_network", minutes=5),
     Experiment(name="bench_all_reduce_100mbit", words="bench_all_reduce --rate 100mbit", minutes=20),
     Experiment(name="bench_all_reduce_200mbit", words="bench_all_reduce --rate 200mbit", minutes=15),

@@ -13,9 +13,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import pipesgd.ddp
+from experiments.browser import BROWSER, boxes
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.config import TrainConfig
-from tests._browser import BROWSER, boxes
 
 pytestmark = pytest.mark.slow
 

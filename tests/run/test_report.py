@@ -20,6 +20,7 @@ from _reports import Page, line, page_of, read, write_run
 from _runs import SHORT, run, succeed
 from conftest import REPOSITORY
 
+from experiments.browser import BROWSER, boxes, picture
 from pipesgd import exit as exit_module
 from pipesgd.errors import PeerFailed, RunError, StoppedBySignal, UserInputError
 from pipesgd.membership.heartbeat import Standing
@@ -35,6 +36,17 @@ from pipesgd.run.console import screen
 from pipesgd.train import train
 
 # ---- Real runs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_report_fits_on_a_screen(tmp_path: Path, width: int) -> None:
+    write_run(tmp_path / "a", [line(n) for n in range(40)])
+    (tmp_path / "report.html").write_text(report(read_run(tmp_path / "a")), encoding="utf-8")
+    found = boxes(tmp_path, "report.html", width, 900, {"page": "html", "title": "h1"})
+    assert found["page"]["scrolls"] <= width
+    assert picture(tmp_path, "report.html", width).width == width
 
 
 @pytest.mark.slow

@@ -1,22 +1,32 @@
-"""Chromium without a window, where it is installed: what of a page is where on the screen."""
+"""Chromium without a window, where it is installed: what of a page is where on the screen, and a picture of it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import queue
 import shutil
 import subprocess
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from pipesgd.errors import RunError, UserInputError
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """Path of the browser; None where there is none."""
 DEADLINE = 60.0
 """Seconds after which a browser has failed."""
+NARROWEST = 600
+"""Pixels of the narrowest window that there is; narrower screens are frames within it."""
 
 FRAME = """<body style="margin: 0">
 <iframe id="page" src="{page}" style="border: 0; width: {width}px; height: {height}px"></iframe>
@@ -34,7 +44,7 @@ frame.addEventListener("load", () => setTimeout(() => {{
   fetch("/boxes", {{method: "POST", body: JSON.stringify(boxes)}});
 }}, 500));
 </script>"""
-"""A page within a frame, since a window is never narrower than some 500 pixels; it sends where its elements are."""
+"""A page within a frame, which sends where its elements are."""
 
 
 class Pages(SimpleHTTPRequestHandler):
@@ -69,25 +79,49 @@ def boxes(folder: Path, page: str, width: int, height: int, selectors: dict[str,
 
     Elements that the page has not are left out. The page is served on loopback while this runs.
     """
-    assert BROWSER is not None
+    with _opened(folder, page, (width, height), selectors) as told:
+        return told.get(timeout=DEADLINE)
+
+
+def picture(folder: Path, page: str, width: int, height: int | None = None) -> Image.Image:
+    """Return a page as a screen of this ``width`` and ``height`` shows it, in pixels; all of it without a height."""
+    if height is None:
+        height = math.ceil(boxes(folder, page, width, 900, {"page": "html"})["page"]["height"])
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "screen.png"
+        with _opened(folder, page, (width, height), {}, f"--screenshot={file}", "--virtual-time-budget=5000") as told:
+            told.get(timeout=DEADLINE)
+            end = time.monotonic() + DEADLINE
+            while not file.exists() or not file.stat().st_size:
+                if time.monotonic() > end:
+                    raise RunError(f"Chromium must have drawn {page} within {DEADLINE:.0f} s; it has not")
+                time.sleep(0.1)
+            time.sleep(0.5)
+            with Image.open(file) as drawn:
+                return drawn.convert("RGB").crop((0, 0, width, height))
+
+
+@contextlib.contextmanager
+def _opened(
+    folder: Path, page: str, size: tuple[int, int], selectors: dict[str, str], *options: str
+) -> Iterator[queue.Queue[dict[str, dict[str, Any]]]]:
+    """Open a page of ``folder`` in a browser on a screen of ``size``, and yield the queue of what it tells."""
+    if BROWSER is None:
+        raise UserInputError("Chromium must be installed; got none of chromium, chromium-browser, google-chrome")
+    width, height = size
     told: queue.Queue[dict[str, dict[str, Any]]] = queue.Queue()
     frame = FRAME.format(page=page, width=width, height=height, selectors=json.dumps(selectors))
     pages = partial(Pages, directory=str(folder), frame=frame, told=told)
     with ThreadingHTTPServer(("127.0.0.1", 0), pages) as server, tempfile.TemporaryDirectory() as profile:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        words = [
-            BROWSER,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            f"--user-data-dir={profile}",
-        ]
-        window = f"--window-size={max(width, 600)},{height}"
+        words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        window = f"--window-size={max(width, NARROWEST)},{height}"
         url = f"http://127.0.0.1:{server.server_port}/frame"
-        browser = subprocess.Popen([*words, window, url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        browser = subprocess.Popen(
+            [BROWSER, *words, *options, window, url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
-            return told.get(timeout=DEADLINE)
+            yield told
         finally:
             browser.terminate()
             browser.wait()
