@@ -24,7 +24,7 @@ SOURCES := $(shell find pipesgd timing_model -type f -not -name '*.pyc')
 .NOTPARALLEL:
 
 train: $(STAMPS)/train.stamp $(STAMPS)/wheel.stamp
-	$(BIN)/torchrun --nproc-per-node 4 -m pipesgd.train --config experiments/digits.toml --overwrite
+	PYTHONSAFEPATH=1 $(BIN)/torchrun --nproc-per-node 4 -m pipesgd.train --config experiments/digits.toml --overwrite
 
 # For every change: lint, types, and the tests of the centre. tests/tiers.toml says which file is in which tier.
 test: lint

@@ -1,8 +1,7 @@
 """Images in a Hugging Face data set on a disk (``DatasetDict.save_to_disk``), trained by the command.
 
-    torchrun --nproc-per-node 2 -m pipesgd.train --dataset hf_dataset:splits --data-dir DIGITS --model convnet
-
-needs the package ``datasets``. ``python hf_dataset.py DIGITS`` makes such a folder of scikit-learn's digits.
+python hf_dataset.py DIGITS        # makes such a folder of scikit-learn's digits; needs the package datasets
+torchrun --nproc-per-node 2 -m pipesgd.train --dataset hf_dataset:splits --data-dir DIGITS --model convnet
 """
 
 from __future__ import annotations

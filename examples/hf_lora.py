@@ -50,6 +50,7 @@ def main() -> None:
         lr_scheduler_type="cosine",
         warmup_steps=10,
         eval_strategy="epoch",
+        save_on_each_node=True,  # each home needs all of a checkpoint to resume
         report_to=[],
     )
     if arguments.should_log:

@@ -85,6 +85,8 @@ EXPERIMENTS = (
     Experiment(name="ddp_calculated", words="ddp_calculated", minutes=10),
     Experiment(name="ddp_examples", words="ddp_calculated --examples", minutes=3),
     Experiment(name="screens", words="screens", minutes=2),
+    Experiment(name="control_connections", words="control_connections", minutes=3),
+    Experiment(name="elastic_cost", words="elastic_cost", minutes=8),
     Experiment(name="encrypted_network", words="encrypted_network", minutes=5),
     Experiment(name="bench_all_reduce_100mbit", words="bench_all_reduce --rate 100mbit", minutes=20),
     Experiment(name="bench_all_reduce_200mbit", words="bench_all_reduce --rate 200mbit", minutes=15),

@@ -234,6 +234,9 @@ class RunConfig:
     wait: float | None = option(None, at_least=0)
     """Seconds that ranks without a majority wait for the others before they end with exit code 75, by default 60; with
     --elastic."""
+    silence: float | None = option(None, at_least=3)
+    """Seconds without a sign of life after which the others continue without a rank, by default 3, with --elastic: more
+    for a line that drops now and then."""
     check_replicas: int | None = option(None, at_least=1)
     """Iterations between comparisons of a hash of all ranks' weights; by default only at the end."""
     evaluate_iterations: int | None = option(None, at_least=1)
@@ -441,7 +444,7 @@ what to resume from, and only rank 0's cluster counts."""
 FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
     "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace", "recorder", "transport",
-    "elastic", "wait",
+    "elastic", "wait", "silence",
 }  # fmt: skip
 """Options that may change when a run is resumed, since no weight depends on them; but where samples that are
 read by iteration draw random numbers, weights depend on --loader-workers, and such a run is not promised the same bits.

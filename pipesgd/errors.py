@@ -19,10 +19,15 @@ PipesgdError
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Self
 
 from pipesgd.process import say
+
+OURS = ("pipesgd", "torch", "contextlib")
+"""Packages whose lines are not the program's."""
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -153,7 +158,7 @@ class LeftBehind(RunError):  # noqa: N818 (named after what happened)
 
     def __str__(self) -> str:
         where = "" if self.iteration is None else f" in iteration {self.iteration}"
-        return f"rank {self.rank}: {self.why}{where}; the others continue, and a restart of the job takes it in again"
+        return f"rank {self.rank} was left behind{where}: {self.why}; a restart of the job takes it in again"
 
 
 class NotEnoughMembers(RunError):  # noqa: N818 (named after what happened)
@@ -223,6 +228,17 @@ class NonFiniteGradientError(RunError, ArithmeticError):
 
 class ReplicasDivergedError(RunError):
     """The true weights are not bit-identical on all ranks."""
+
+
+def warn_of_line(text: str) -> None:
+    """Issue a ``RuntimeWarning`` at the line of the program that has called pipesgd.
+
+    It is issued each time: Python would show the same text of a line once, and a process may train several models.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        frame = frame.f_back
+    warnings.warn_explicit(text, RuntimeWarning, frame.f_code.co_filename, frame.f_lineno, registry={})
 
 
 def warn(text: str) -> None:

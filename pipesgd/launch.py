@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from pipesgd.checks import did_you_mean
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.process import say
+from pipesgd.process import say, signal_name
 
 HELP = """Start the ranks of one machine, as torchrun does and with its options.
 
@@ -32,13 +32,19 @@ failed, 130 after Ctrl-C, 143 after SIGTERM, 137 after SIGKILL. LOGLEVEL=INFO
 shows what torch's agent logs.
 
 With --elastic, no rank is ended because another one was lost, as pipesgd.train
---elastic needs it; the exit code is 0 if a rank has finished the training."""
+--elastic needs it; the exit code is 0 if a rank has finished the training.
+Options of torch's agent, such as --max-restarts, must be left out then."""
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 PORT = 29500
 """Port at which machines meet unless another one is given; it is torchrun's."""
 OWN_OPTIONS = ("--node-rank", "--local-addr")
 """Options of torchrun that differ between machines."""
+ELASTIC_OPTIONS = {
+    *("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "standalone", "module", "no_python"),
+    *("elastic", "training_script", "training_script_args"),
+}
+"""What can be given together with --elastic, which starts ranks without torch's agent."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:  # it has said itself why it ended
             return failure.exitcode
-        say(f"error: the process of rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
+        say(f"error: the process of rank {rank} was ended by {signal_name(-failure.exitcode)}")
         return 128 - failure.exitcode
     except SignalException as stopped:
         return 128 + stopped.sigval
@@ -72,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     """End the launcher before it has started ranks."""
-    say(f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name} before the ranks started")
+    say(f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal_name(number)} before the ranks started")
     sys.exit(128 + number)
 
 
@@ -149,7 +155,16 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
     for action in parser._actions:  # names with _ are understood, too
         action.option_strings = [name for name in action.option_strings if "_" not in name]
     parser.error = error  # type: ignore[method-assign]
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.elastic:
+        for action in parser._actions:
+            if action.dest not in ELASTIC_OPTIONS and getattr(given, action.dest, action.default) != action.default:
+                name = action.option_strings[0]
+                raise UserInputError(f"{name} must be left out with --elastic, which does without torch's agent")
+        least, _, most = given.nnodes.partition(":")
+        if most not in ("", least):  # torchrun's default is 1:1
+            raise UserInputError(f"nnodes must be one number with --elastic; got {given.nnodes}")
+    return given
 
 
 def _number_of_machines(given: argparse.Namespace) -> int:

@@ -24,6 +24,8 @@ EXIT_UNREAD = 141
 
 OWN_LAUNCHER = "PIPESGD_LAUNCHED"
 """Variable of processes that pipesgd.launch --elastic has started, without torchrun's agent."""
+QUIET = "PIPESGD_QUIET"
+"""Variable that silences the lines of doors and loops, if it is set and not empty."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a launcher sets all or none; those that follow from them have a default."""
 
@@ -109,6 +111,11 @@ def launched() -> Launched:
     )
 
 
+def launched_ranks() -> int:
+    """Return the number of ranks that a launcher says it has started, 1 without one."""
+    return _number("WORLD_SIZE", 1, _LARGEST, "1")
+
+
 def variables_of_first(world_size: int) -> dict[str, str]:
     """Return what torchrun would set for rank 0 of this many ranks on machines of their own."""
     return {
@@ -136,6 +143,14 @@ def variables_of_rank(
         "MASTER_PORT": str(port),
         OWN_LAUNCHER: "1",
     }
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; that of a real-time signal without one is its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def local_rank() -> int:

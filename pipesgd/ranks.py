@@ -44,6 +44,7 @@ from pipesgd.membership.store import BoundedStore, MalformedValue, decode, host_
 from pipesgd.membership.watcher import ENDED_SECONDS, FAILURE, Watcher, ended_text, report_ended, report_key, root_cause
 from pipesgd.process import (
     LAUNCHER_VARIABLES,
+    QUIET,
     agent_holds_store,
     launched,
     local_rank,
@@ -165,6 +166,10 @@ class Ranks:
             self._first[number] = dataclasses.replace(self, world_size=number)
             self._first[number]._job = self._job
         return self._first[number]
+
+    def whole(self, do: Callable[[], T]) -> T:
+        """Return ``do()``, a computation in which each rank has its share: ranks that may be lost do it again then."""
+        return do()
 
     def watch(self, on_failure: Callable[[RunError], None], *, even_alone: bool = False) -> Callable[[], None]:
         """Call ``on_failure``, in a thread of its own, when another rank of the job is lost or has failed.
@@ -607,6 +612,8 @@ def current(
         _check_group(process_group)
     elif not dist.is_initialized():
         ranks = join(secret)
+        if ranks.world_size == 1 and not os.environ.get(QUIET):
+            say("pipesgd: 1 rank, which exchanges nothing: torchrun --nproc-per-node 4 program.py starts several")
         # Ranks that share a GPU use gloo for it, too: nccl refuses them.
         enough = torch.cuda.device_count() >= ranks.local_world_size
         own_gpus = all(ranks.all_gather_object("whether there are GPUs", enough))

@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipesgd.checks import check_several, check_version
+from pipesgd.checks import check_at_least, check_several, check_version
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.own import codec_options
 from pipesgd.ddp.attached import Attached, attach, with_clipping
 from pipesgd.errors import RunError, UserInputError
+from pipesgd.process import launched_ranks
 from pipesgd.run.pipeline_file import PipelineFile
 from pipesgd.sections import Updates, Windows, Wire
 
 try:
     from transformers import TrainerCallback
+    from transformers.training_args import ParallelMode
 except ImportError as failure:
     raise UserInputError(
         "transformers must be installed for pipesgd.transformers: "
@@ -56,6 +59,8 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
             raise UserInputError(
                 f"clip_norm must be left out, since the Trainer has max_grad_norm; got {updates.clip_norm}"
             )
+        check_at_least("width", width, 1)
+        codec_options(codec)  # which is refused here, and not after the Trainer's set-up
         self._trainer = trainer
         self._width, self._codec = width, codec
         self._windows, self._wire, self._updates = windows, wire, updates
@@ -70,6 +75,14 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
                 schedule-free.
             RunError: the checkpoint has no usable pipeline of this rank.
         """
+        callbacks = self._trainer.callback_handler.callbacks
+        if (number := sum(isinstance(one, PipesgdCallback) for one in callbacks)) > 1:
+            raise UserInputError(f"PipesgdCallback must be added to the Trainer once; got {number} of them")
+        if args.parallel_mode != ParallelMode.DISTRIBUTED and launched_ranks() > 1:
+            raise UserInputError(
+                "TrainingArguments must have use_cpu=True on a machine without a GPU, since else the Trainer does not "
+                f"wrap its model in DistributedDataParallel; got use_cpu={args.use_cpu}"
+            )
         check_several(args.world_size, "the Trainer")
         if self.pipeline is not None:  # an error or Ctrl-C ended the last training
             interrupted = RunError("the training before this one was interrupted")
@@ -85,8 +98,13 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
             scaler=self._trainer.accelerator.scaler,
         )
         if state.global_step:
-            self._file(args, state).load(self.pipeline, state.global_step)
-        callbacks = self._trainer.callback_handler.callbacks
+            file = self._file(args, state)
+            if not file.stem.parent.exists():
+                raise RunError(
+                    "resume_from_checkpoint must be a checkpoint in output_dir, where each rank's pipeline is; "
+                    f"{file.stem.parent} is missing"
+                )
+            file.load(self.pipeline, state.global_step)
         callbacks.remove(self)
         callbacks.insert(0, self)  # before those that write to trackers what on_log adds
 

@@ -675,7 +675,7 @@ def _one_after_the_other(ranks: Ranks) -> tuple[Weights, Weights]:
         attached = attach(ddp_model, optimizer, **sections(**{"codec": "fp32"} | options))  # type: ignore[arg-type]
         closed.close()  # once more, which leaves the model to the pipeline that has it
         refused = refusal(lambda: attach(ddp_model, optimizer))
-        assert refused == "ddp_model must have no communication hook; got one with comm_hook"
+        assert refused == "ddp_model must be attached or compressed once; got one that is: close() that first"
         for inputs, targets in batches(ranks.rank, ranks.world_size):
             train(ddp_model, optimizer, (inputs, targets))
         attached.close()
@@ -814,6 +814,8 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["reduce"] = refusal(lambda: attach(model, make_optimizer("sgd", model), wire=Wire(reduce="rows")))
     found["topk"] = refusal(lambda: compress(model, "topk"))
     found["codec"] = refusal(lambda: attach(model, make_optimizer("sgd", model), codec="int7"))
+    schedule: Any = torch.optim.lr_scheduler.ConstantLR(make_optimizer("sgd", model))
+    found["schedule"] = refusal(lambda: attach(model, schedule))
 
     optimizer, pipeline = start(model)
     found["step()"] = refusal(pipeline.step)
@@ -830,6 +832,12 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     own_optimizer, pipeline = start(apart, local_steps=2)
     pipeline.close()
     found["closed local steps"] = refusal(lambda: train(apart, own_optimizer, batch))
+
+    half_frozen = ddp()
+    optimizer, pipeline = start(half_frozen)
+    train(half_frozen, optimizer, batch)
+    half_frozen.module.first.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+    found["frozen"] = refusal(lambda: train(half_frozen, optimizer, batch))
 
     kept = ddp()
     optimizer = make_optimizer("differences", kept)
@@ -855,7 +863,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
     )
     for found in run_ranks(2, _refusals):
         assert found == {
-            "no DDP": "ddp_model must be a DistributedDataParallel; got Model",
+            "no DDP": "ddp_model must be a DistributedDataParallel; got Model: wrap it before, "
+            "DistributedDataParallel(model)",
             "compiled": compiled,
             "compiled, compressed": compiled,
             "hook": "ddp_model must have no communication hook; got one with allreduce_hook",
@@ -863,7 +872,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "max_norm": "max_norm must be None in an embedding that is trained, since each rank's forward passes would "
             "shorten other rows of its weights; got 0.5 in module",
             "part": "optimizer must hold all parameters of ddp_model that require a gradient; got one without "
-            "first.weight (8 of 10 are missing)",
+            "first.weight (8 of 10 are missing); pipesgd.ddp.compress works with any number of optimizers",
             "guard": "guard must be left out, since a loop with DistributedDataParallel has its own steps; got True",
             "buffers of local steps": "ddp_model must be made with broadcast_buffers=False for local steps: its "
             "buffers would be sent in every forward pass",
@@ -884,6 +893,9 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "codec": f"codec must be one of {', '.join(CODECS)}, module:function; got 'int7' (did you mean int8?)",
             "kept gradients": "optimizer must clone what it keeps of a gradient, as in state[p]['last'] = "
             "p.grad.clone(), since later gradients overwrite it; got Differences, which keeps p.grad itself",
+            "schedule": "optimizer must be one of torch.optim; got ConstantLR",
+            "frozen": "parameters must not be frozen while the model is attached; got first.weight (1 of 10): close() "
+            "the pipeline, make the DistributedDataParallel again, and attach that",
             "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",
             "no backward": "optimizer.step() must follow a backward pass outside of no_sync(), which hands over no "
             "gradient (to step on each rank's own: attach(..., windows=Windows(local_steps=H))); got a step without a "
@@ -898,8 +910,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
 
 
 WITHOUT_A_STEP = (
-    "backward() must be followed by optimizer.step(), or run in ddp_model.no_sync(), with its forward pass, if its "
-    "gradients are accumulated or dropped; got another {} pass without a step"
+    "backward() must be followed by step() of the optimizer that was given to attach, or run in ddp_model.no_sync(), "
+    "with its forward pass, if its gradients are accumulated or dropped; got another {} pass without a step"
 )
 
 

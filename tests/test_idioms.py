@@ -161,7 +161,7 @@ def _sharpness_aware(ranks: Ranks, with_base: bool, local_climb: bool) -> Answer
 def test_sharpness_aware_minimization_is_that_of_ddp_or_refused(
     with_base: bool, local_climb: bool, refused_late: bool
 ) -> None:
-    refusal = "UserInputError: backward() must be followed by optimizer.step(), or run in ddp_model.no_sync(), "
+    refusal = "UserInputError: backward() must be followed by step() of the optimizer that was given to attach, "
     refused = {"attach 2": refusal} if refused_late else {}
     assert_as_by_ddp(run_ranks(2, _sharpness_aware, with_base, local_climb), refused)
 

@@ -7,14 +7,17 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _ranks import run_module
 from _started import Started, wait_until_gone
 from _waiting import wait_until
 
+from pipesgd.elastic.launch import launch_elastic
 from pipesgd.launch import commands
 
 pytestmark = pytest.mark.slow
@@ -93,6 +96,11 @@ def test_a_rank_that_is_lost_is_started_again(tmp_path: Path) -> None:
             "--nproc-per-node two program.py",
             "options must be such as torchrun takes; Unsupported nproc_per_node value: two",
         ),
+        (
+            "--elastic --max-restarts 3 program.py",
+            "--max-restarts must be left out with --elastic, which does without torch's agent",
+        ),
+        ("--elastic --nnodes 2:4 program.py", "nnodes must be one number with --elastic; got 2:4"),
     ],
 )
 def test_a_wrong_option_is_one_line(words: str, message: str, tmp_path: Path) -> None:
@@ -189,6 +197,35 @@ def test_an_elastic_job_forwards_signals_to_all_ranks(start: Start, tmp_path: Pa
     os.kill(job.pid, signal.SIGTERM)
     assert job.finish() == 143
     assert any(line.startswith("stopped by SIGTERM after iteration ") for line in job.lines)
+
+
+def test_a_signal_while_ranks_are_being_started_reaches_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    kill = os.kill
+
+    def count(pid: int, number: int) -> None:
+        sent.append(pid)
+        assert len(sent) < 10
+        kill(pid, number)
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(os, "kill", count)
+    place = {"machine": 0, "machines": 1, "host": "127.0.0.1", "port": None}
+    assert launch_elastic("sleep", ["60"], ranks=2, **place) == 128 + signal.SIGTERM
+    assert len(sent) == 4  # two signals, two ranks
+
+
+def test_a_rank_may_end_by_a_signal_without_a_name(capfd: pytest.CaptureFixture[str]) -> None:
+    number = signal.SIGRTMIN + 2
+    place = {"machine": 0, "machines": 1, "host": "127.0.0.1", "port": None}
+    code = launch_elastic("sh", ["-c", f"[ $RANK = 0 ] && kill -{number} $$; sleep 1"], ranks=2, **place)
+    assert code == 0
+    assert f"the process of rank 0 was ended by signal {number}" in capfd.readouterr().err
 
 
 def test_two_machines_with_one_number_are_refused(start: Start, place: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -662,6 +663,21 @@ def test_weights_loaded_in_true_weights_are_what_is_trained_on(loads: bool) -> N
     pipeline.flush()
     assert model.weight.item() == 48.0, "one gradient was in flight, one was new"
     pipeline.close()
+
+
+def test_each_pipeline_of_a_process_warns_of_a_write() -> None:
+    """Python shows the same text of the same line once."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            model, pipeline, iterate = pipeline_of_ones(2)
+            iterate()
+            with torch.no_grad():
+                model.weight.add_(1.0)
+            iterate()
+            pipeline.close()
+    written = [one for one in said if "got another value of weight" in str(one.message)]
+    assert [one.filename for one in written] == [__file__] * 2
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:

@@ -165,7 +165,8 @@ def _wider(plan: Plan) -> str | None:
 
 def _codec(plan: Plan) -> str | None:
     best, uncompressed = plan.best, plan.uncompressed
-    compressed = next((one for one in plan.ranking if one.job.codec != UNCOMPRESSED), None)
+    coded = [one for one in plan.ranking if one.job.codec != UNCOMPRESSED]
+    compressed = min(coded, key=lambda one: one.score, default=None)
     if uncompressed is None:
         return None
     if best.job.codec != UNCOMPRESSED:

@@ -284,7 +284,7 @@ def _coarser_codec(found: Plan, space: Space) -> str | None:
     hides = "" if waits(iteration) else ", and hide the communication"
     return (
         f"A coarser codec, {training_arguments(job)}, would be {gain:.1f} times as fast{hides}; the price was "
-        f"{COARSER_COST:.1f} points of accuracy on average, measured at width 1."
+        f"{COARSER_COST:.1f} points of accuracy on average, measured at width 1 with two small image models."
     )
 
 
@@ -335,7 +335,7 @@ def _local_steps(found: Plan, space: Space) -> str | None:
         most = max(FRAGMENTS_COSTS)
         price = f"the price of more than {most} iterations between two exchanges of a weight was not measured"
     else:
-        price = f"the price was up to {windows.cost:.1f} points of accuracy with two small models"
+        price = f"the price was up to {windows.cost:.1f} points of accuracy with two small image models"
     return f"{windows.options} would hide the communication, with {gain:.1f} times as many samples a second; {price}."
 
 

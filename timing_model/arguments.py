@@ -82,6 +82,7 @@ class Parser(argparse.ArgumentParser):
         names = [name for action in self._actions for name in action.option_strings]
         other = OTHER_NAMES.get(name)
         near = f" (did you mean {other}?)" if other in names else did_you_mean(name, names)
+        near = " (pipesgd plan has it)" if name == "--from" else near
         shown = name if name.isprintable() else repr(name)
         return ValueError(f"every option must be one that --help lists; got {shown}{near}")
 

@@ -96,7 +96,7 @@ class Length:
         if self.price is not None and job.job_iterations is None and job.iterations_per_epoch is None:
             raise ValueError(
                 "price must be left out where neither the job's iterations nor the samples and the batch size are "
-                f"known; got {self.price:g} per second"
+                f"known (give --samples and --batch-size, or --iterations); got {3600 * self.price:g}/h"
             )
 
 

@@ -108,9 +108,9 @@ def answer_text(answer: Answer) -> str:
         facts.append(("an iteration, if slow phases of a rank last", format_seconds(answer.lasting)))
     facts.append(("scaling efficiency", f"{answer.efficiency:.1%} of {job.world_size} times one rank"))
     if answer.epoch is not None:
-        facts.append(("an epoch", _with_cost(job, answer.epoch)))
+        facts.append(("an epoch", with_cost(job, answer.epoch)))
     if answer.total is not None:
-        facts.append(("the whole job", _with_cost(job, answer.total)))
+        facts.append(("the whole job", with_cost(job, answer.total)))
     if answer.memory is not None and _counts_memory(job):
         facts.append(("memory of a rank, activations left out", format_bytes(answer.memory)))
     facts.append(("limited by", " and as much by ".join(LIMIT_WORDS[one] for one in answer.limits)))
@@ -119,7 +119,7 @@ def answer_text(answer: Answer) -> str:
     return "\n".join([*lines, *table(facts), *([] if hint is None else [hint]), "", *support_lines(answer.support)])
 
 
-def _with_cost(job: Job, seconds: float) -> str:
+def with_cost(job: Job, seconds: float) -> str:
     """Return a time, and what all ranks cost for it, if that is known."""
     cost = job.cost(seconds)
     return format_seconds(seconds) + ("" if cost is None else f", at a price of {format_cost(cost)}")
@@ -199,9 +199,9 @@ def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) 
     if answer.low < answer.high:
         lines += [f"An iteration will take {format_seconds(answer.low)} to {format_seconds(answer.high)} (90 %)."]
     if answer.epoch is not None and best.job.length.price is not None:
-        lines += [f"An epoch will take {_with_cost(best.job, answer.epoch)}."]
+        lines += [f"An epoch will take {with_cost(best.job, answer.epoch)}."]
     if answer.total is not None:
-        lines += [f"The whole job will take {_with_cost(best.job, answer.total)}."]
+        lines += [f"The whole job will take {with_cost(best.job, answer.total)}."]
     lines += [*rest, *others, "", *support_lines(answer.support), "", f"In a program: {in_program(best.job)}"]
     return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from timing_model.jitter import noise_over
 from timing_model.job import Job
 from timing_model.plots import plot_timeline
 from timing_model.predict import Answer, predict, refuse_outside
-from timing_model.report import job_line, support_lines, table
+from timing_model.report import job_line, support_lines, table, with_cost
 from timing_model.simulate import simulate_iterations
 from timing_model.support import support_of
 from timing_model.trace import timeline
@@ -71,8 +71,10 @@ class SimulatedJob:
             ("  median", format_seconds(self.median)),
             ("  95th percentile", format_seconds(self.p95)),
             ("  slowest", format_seconds(self.slowest)),
-            (f"all {self.iterations:,} iterations", format_seconds(self.job)),
+            (f"all {self.iterations:,} iterations", with_cost(job, self.job)),
         ]
+        if job.length.price is not None and job.iterations_per_epoch is not None:
+            rows.append(("an epoch", with_cost(job, self.period * job.iterations_per_epoch)))
         head = [job_line(job), describe(job), jitter, ""]
         return "\n".join([*head, *table(rows), "", *support_lines(self.answer.support)])
 

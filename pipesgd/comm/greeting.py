@@ -184,7 +184,11 @@ class Greeter(ABC):
 
     def _begin_call(self, rank: int, until: float, steps: Callable[[_Attempt, Place], Steps]) -> None:
         family, place = numeric(*self._places[rank])
-        (sock,) = opened(lambda: (socket.socket(family, socket.SOCK_STREAM),))
+        try:
+            (sock,) = opened(lambda: (socket.socket(family, socket.SOCK_STREAM),))
+        except OSError as problem:  # too many files are open, for now
+            self._not_connected(rank, problem, str(problem))
+            return
         sock.setblocking(False)
         attempt = _Attempt(sock, at_port(*self._places[rank]), rank, until)
         attempt.steps = steps(attempt, place)
@@ -296,13 +300,7 @@ class _Meeting(Greeter):
         """Ranks to connect to, and the times at which to do so."""
         self._problem: dict[int, str] = {}
         """Reason why the last attempt with a rank has failed."""
-        listener, published = listening(ranks)
-        try:
-            everybody = ranks.all_gather_object("sockets", published)
-        except BaseException:
-            close(listener)
-            raise
-        places, tokens = places_and_tokens(everybody)
+        listener, places, tokens = listeners(ranks, "sockets")
         secret = greeting_secret(ranks)
         super().__init__(ranks.rank, places, tokens, listener, secret=secret, wrap=wrap, number=ranks.number)
 
@@ -363,11 +361,11 @@ class _Meeting(Greeter):
         self._again[rank] = time.monotonic() + AGAIN_SECONDS
 
 
-def listening(ranks: Ranks) -> tuple[socket.socket, list[str | int]]:
-    """Return a listener at this rank's address, and what others must know of it: host, port and a random value.
+def listeners(ranks: Ranks, what: str) -> tuple[socket.socket, list[tuple[str, int]], list[bytes]]:
+    """Return a listener at this rank's address; and address, port and random value of every rank's. Collective.
 
     Raises:
-        CommunicationError: nothing can listen there.
+        CommunicationError: nothing can listen there, or not every rank came to this exchange of ``what``.
     """
     host = ranks.addresses()[ranks.rank].partition(" ")[0]
     try:
@@ -377,13 +375,13 @@ def listening(ranks: Ranks) -> tuple[socket.socket, list[str | int]]:
         error = CommunicationError(rank=ranks.rank, peer=None, operation="connection", reason=reason)
         error.name_ranks(ranks.number)
         raise error from problem
-    return listener, [host, listener.getsockname()[1], secrets.token_hex(32)]
-
-
-def places_and_tokens(everybody: Sequence[Sequence[str | int]]) -> tuple[list[tuple[str, int]], list[bytes]]:
-    """Return address and port of each rank's listener, and its random value, of what ``listening`` has returned."""
+    try:
+        everybody = ranks.all_gather_object(what, [host, listener.getsockname()[1], secrets.token_hex(32)])
+    except BaseException:
+        close(listener)
+        raise
     places = [(str(one[0]), int(one[1])) for one in everybody]
-    return places, [bytes.fromhex(str(one[2])) for one in everybody]
+    return listener, places, [bytes.fromhex(str(one[2])) for one in everybody]
 
 
 def greeting_secret(ranks: Ranks) -> bytes:

@@ -268,13 +268,17 @@ class TcpLinks:
         self._using = threading.Lock()
         """Held by the thread that uses the connections: a goodbye may come from another one."""
         outside = ranks.rank >= ranks.world_size  # this rank is not among ``ranks``, the first ones of the job
-        self._peers = (
-            {} if outside else {rank: _Peer(rank, sock) for rank, sock in connect(ranks, timeout, wrap).items()}
-        )
+        self._interrupt, self._interrupted = opened(socket.socketpair)
+        try:
+            connected = {} if outside else connect(ranks, timeout, wrap)
+        except BaseException:
+            close(self._interrupt)
+            close(self._interrupted)
+            raise
+        self._peers = {rank: _Peer(rank, sock) for rank, sock in connected.items()}
         self._by_fd = {peer.fd: peer for peer in self._peers.values()}
         for peer in self._peers.values():
             _set_options(peer.sock, timeout)
-        self._interrupt, self._interrupted = opened(socket.socketpair)
         self._poll = select.poll()
         self._poll.register(self._interrupted, select.POLLIN)
         self._forget = ranks.at_goodbye(self.say_goodbye)
@@ -349,26 +353,26 @@ class TcpLinks:
         iteration, call = divmod(tag - 1, len(CALLS)) if tag else (0, CONTROL)
         expected = (len(body), iteration, number & 0xFFFFFFFF, call, kind)
         message = _Message(self, peer, body, expected, operation, before, outgoing=outgoing)
-        if peer.loss is not None or self._loss is not None:
-            message.loss, message.is_done = self._loss or peer.loss, True
-        elif outgoing:
-            peer.sent += 1
-            frame = FRAME.pack(*expected, 0)
-            if peer.is_secure:
-                first = TLS_RECORD_BYTES - FRAME.size
-                message.buffers = [memoryview(frame + bytes(body[:first])), body[first:]]
-            else:
-                message.buffers = [memoryview(frame), body]
-            if not message.buffers[-1]:
-                message.buffers.pop()
-            with self._using:
+        with self._using:
+            if peer.loss is not None or self._loss is not None:
+                message.loss, message.is_done = self._loss or peer.loss, True
+            elif outgoing:
+                peer.sent += 1
+                frame = FRAME.pack(*expected, 0)
+                if peer.is_secure:
+                    first = TLS_RECORD_BYTES - FRAME.size
+                    message.buffers = [memoryview(frame + bytes(body[:first])), body[first:]]
+                else:
+                    message.buffers = [memoryview(frame), body]
+                if not message.buffers[-1]:
+                    message.buffers.pop()
                 peer.outgoing.append(message)
                 peer.send()
-        else:
-            peer.received += 1
-            message.head = bytearray(FRAME.size)
-            message.buffers = [memoryview(message.head), *([body] if len(body) else [])]
-            peer.incoming.append(message)
+            else:
+                peer.received += 1
+                message.head = bytearray(FRAME.size)
+                message.buffers = [memoryview(message.head), *([body] if len(body) else [])]
+                peer.incoming.append(message)
         return message
 
     def finish(self, message: _Message) -> None:

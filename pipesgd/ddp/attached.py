@@ -27,6 +27,7 @@ from pipesgd.ddp.hook import (
     check_model,
     check_no_scaler,
     done,
+    frozen_since,
     gradients_of,
     step_without_gradient,
 )
@@ -218,7 +219,10 @@ class AttachedPipeline(OnPipeline):
         self._places = {id(parameter): place for place, parameter in enumerate(cut.parameters)}
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
         self._loop_hooks.before_forward_of(ddp_model, self.before_forward)
-        start = " after a synchronous start" if width > 1 and updates.synchronous_start else ""
+        synchronous = updates.synchronous_start if width > 1 else 0
+        start = " after a synchronous start" if synchronous else ""
+        if synchronous == "auto":
+            start = ", synchronous while the learning rate rises"
         # DDP knows no limit of the rate, which exchanges of this run would show.
         trained = [one for one in ddp_model.parameters() if one.requires_grad and wire.rate_limit is None]
         self._proof = Proof(
@@ -363,7 +367,7 @@ class AttachedPipeline(OnPipeline):
     def _begin_update(self) -> None:
         self.pipeline.check_usable()
         if self._due is None:
-            raise step_without_gradient()
+            raise frozen_since(self._ddp_model, self._parameters) or step_without_gradient()
         if not self._started:
             self._started = True
             if self._scaler is None:
@@ -487,8 +491,9 @@ class AttachedPipeline(OnPipeline):
         """
         if self._due is not None and self.pipeline.flight.in_flight and not self._due.skipped:
             raise UserInputError(
-                "backward() must be followed by optimizer.step(), or run in ddp_model.no_sync(), with its forward "
-                f"pass, if its gradients are accumulated or dropped; got another {following} pass without a step"
+                "backward() must be followed by step() of the optimizer that was given to attach, or run in "
+                "ddp_model.no_sync(), with its forward pass, if its gradients are accumulated or dropped; got another "
+                f"{following} pass without a step"
             )
 
     def _settle(self, call: str) -> None:

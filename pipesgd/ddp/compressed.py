@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -20,7 +22,7 @@ from pipesgd.codecs.options import BUCKET_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import BucketHook, check_dense_embeddings, check_model, done, gradients_of, register_comm_hook
-from pipesgd.ddp.proof import Proof
+from pipesgd.ddp.proof import COMPRESS, Proof
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, on_device, real_numel
 from pipesgd.functions import OWN, kind
@@ -111,8 +113,15 @@ class CompressedBuckets:
         check_same_settings(ranks, {**settings_of(wire), "seed": seed, **plain(options.settings())}, {})
         if options.multiplies:
             check_same_products(ranks, self._parameters[0].device, f"with codec {options.codec}")
+        self._proof: Proof | None = None
         self.flight: Flight[None] = Flight(
-            ranks, self._layout(range(len(self._parameters))), options, wire, seed=seed, skips=options.remembers
+            ranks,
+            self._layout(range(len(self._parameters))),
+            options,
+            wire,
+            seed=seed,
+            skips=options.remembers,
+            unclosed=functools.partial(_end_proof, weakref.ref(self)),
         )
         self._of_buckets: BucketHook | None = None
         try:
@@ -120,7 +129,7 @@ class CompressedBuckets:
             self.tally = Tally(self.flight.uncompressed_bytes())
             """Reports of all backward passes, which ``totals`` adds up."""
             self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
-            self._proof = Proof("compress", self.flight, options, self.tally, self._parameters, ddp_model)
+            self._proof = Proof(COMPRESS, self.flight, options, self.tally, self._parameters, ddp_model)
         except BaseException:
             self._end()
             raise
@@ -211,7 +220,7 @@ class CompressedBuckets:
             if not flight.thread.failed:
                 with contextlib.suppress(UserInputError):  # closed before
                     flight.meet("close", self.iteration, flight.wait_for_all).result()
-                    self._proof.end()
+                    _end_proof(lambda: self)
         finally:
             self._end()
 
@@ -308,6 +317,13 @@ class CompressedBuckets:
         self._waiting = {
             place: one for place, one in self._waiting.items() if place not in set().union(*known[:number])
         }
+
+
+def _end_proof(compressed: Callable[[], CompressedBuckets | None]) -> None:
+    """Say what the exchanges have cost, also if the program ends without ``close``."""
+    found = compressed()
+    if found is not None and found._proof is not None:
+        found._proof.end()
 
 
 class _Buckets(BucketedBuffer):

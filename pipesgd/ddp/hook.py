@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -27,11 +27,15 @@ def check_model(ddp_model: DistributedDataParallel) -> None:
     """
     compiled = isinstance(getattr(ddp_model, "_orig_mod", None), DistributedDataParallel)
     remedy = ": compile what is inside, DistributedDataParallel(torch.compile(layers))" if compiled else ""
+    if isinstance(ddp_model, nn.Module) and not compiled:
+        remedy = ": wrap it before, DistributedDataParallel(model)"
     if not isinstance(ddp_model, DistributedDataParallel):
         raise UserInputError(f"ddp_model must be a DistributedDataParallel; got {type(ddp_model).__name__}{remedy}")
     for hook, state in ddp_model._comm_hooks:
-        if isinstance(state, BucketHook) and state.is_free:
-            continue
+        if isinstance(state, BucketHook):
+            if state.is_free:
+                continue
+            raise UserInputError("ddp_model must be attached or compressed once; got one that is: close() that first")
         raise UserInputError(f"ddp_model must have no communication hook; got one with {hook.__qualname__}")
     if ddp_model.mixed_precision is not None:
         raise UserInputError("ddp_model must be made without mixed_precision=; use torch.autocast in the loop")
@@ -76,8 +80,10 @@ def check_all_held(ddp_model: DistributedDataParallel, optimizer: torch.optim.Op
     """Refuse an optimizer that does not hold all parameters whose gradients torch reduces.
 
     Raises:
-        UserInputError: it lacks some, or holds others.
+        UserInputError: it is none, lacks some, or holds others.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise UserInputError(f"optimizer must be one of torch.optim; got {type(optimizer).__name__}")
     held = {id(parameter) for parameter in trainable_parameters(optimizer)}
     trained = {
         id(parameter): name
@@ -87,10 +93,26 @@ def check_all_held(ddp_model: DistributedDataParallel, optimizer: torch.optim.Op
     if missing := [name for key, name in trained.items() if key not in held]:
         raise UserInputError(
             "optimizer must hold all parameters of ddp_model that require a gradient; "
-            f"got one without {missing[0]} ({len(missing)} of {len(trained)} are missing)"
+            f"got one without {missing[0]} ({len(missing)} of {len(trained)} are missing); pipesgd.ddp.compress works "
+            "with any number of optimizers"
         )
     if others := len(held - trained.keys()):
         raise UserInputError(f"optimizer must hold parameters of ddp_model alone; got {others} others")
+
+
+def frozen_since(ddp_model: DistributedDataParallel, parameters: Sequence[Tensor]) -> UserInputError | None:
+    """Return the error for ``parameters`` that were frozen while they were attached; None if none was.
+
+    torch waits for their gradients, and hands over no others of their buckets.
+    """
+    frozen = [one for one in parameters if not one.requires_grad]
+    if not frozen:
+        return None
+    name = next(name for name, one in ddp_model.module.named_parameters() if one is frozen[0])
+    return UserInputError(
+        f"parameters must not be frozen while the model is attached; got {name} ({len(frozen)} of {len(parameters)}): "
+        "close() the pipeline, make the DistributedDataParallel again, and attach that"
+    )
 
 
 def step_without_gradient() -> UserInputError:

@@ -14,13 +14,13 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.pipeline.flight import Flight
 from pipesgd.planning import accuracy
 from pipesgd.planning.ddp_time import Uncompressed, ddp_seconds
-from pipesgd.process import say
+from pipesgd.process import QUIET, say
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.strategy import Tally
 from timing_model.units import format_bytes, format_seconds
 
-QUIET = "PIPESGD_QUIET"
-"""Environment variable that silences the lines, if it is set and not empty."""
+COMPRESS = "compress"
+"""The method of ``compress``, which hides nothing: it waits for each mean."""
 EMPTY, FULL = 5, 2
 """Numbers of sums of one value, and of ``PROBED`` ones, when a door is opened."""
 PROBED = 1 << 20
@@ -70,6 +70,7 @@ class Proof:
         width: int = 1,
     ):
         self._model, self._width, self._codec = model, width, codec.codec
+        self._overlaps = how != COMPRESS
         self._speaks = flight.ranks.rank == 0 and not os.environ.get(QUIET)
         self._tally = tally
         self._world_size = flight.ranks.world_size
@@ -96,16 +97,23 @@ class Proof:
         totals = self._tally.totals()
         if totals.iteration_seconds is None or totals.hidden_share is None:
             return
+        hidden = f"{totals.hidden_share:.0%} of the communication hidden; ".replace("%", " %")
         text = (
-            f"pipesgd: {totals.hidden_share:.0%} of the communication hidden; an iteration "
-            f"{format_seconds(totals.iteration_seconds)}, of which {format_seconds(totals.waiting_seconds)} waiting"
-        ).replace("%", " %")
-        sums = self._uncompressed
-        if sums and (between := ddp_seconds(self._tally, sums, self._nbytes, self._world_size)) is not None:
-            low, high = map(format_seconds, between)
-            text += f"; DDP would take about {low} to {high}, calculated"
+            f"pipesgd: {hidden if self._overlaps else ''}an iteration {format_seconds(totals.iteration_seconds)}, of "
+            f"which {format_seconds(totals.waiting_seconds)} waiting"
+        )
+        if self._width > 1:
+            text += f"; {totals.late} of {totals.iterations} gradients were late"
+        if sums := self._uncompressed:
+            found = ddp_seconds(self._tally, sums, self._nbytes, self._world_size)
+            if isinstance(found, str):
+                text += f"; what DDP would take is not calculated, as {found}"
+            else:
+                low, high = map(format_seconds, found)
+                text += f"; DDP would take about {low} to {high}, calculated"
         say(text)
         if self._model is not None:
-            known = accuracy.line(self._model, width=self._width, codec=self._codec, iterations=totals.iterations)
+            width = self._width if totals.late else 1
+            known = accuracy.line(self._model, width=width, codec=self._codec, iterations=totals.iterations)
             if known is not None:
                 say(f"pipesgd: {known}")

@@ -24,6 +24,7 @@ def join(
     least: int = 1,
     transport: Literal["tcp", "tls"] = "tcp",
     wait: float | None = None,
+    silence: float | None = None,
     device: str = "cpu",
     secret_file: str | None = None,
 ) -> ElasticRanks:
@@ -36,6 +37,8 @@ def join(
         least: least number of ranks that train.
         transport: transport of the members' own connections, "tcp" or "tls".
         wait: seconds for which ranks without a majority wait for the others, by default 60.
+        silence: seconds without a sign of life after which a rank is lost, by default 3, and at least that: more for a
+            line that drops now and then.
         device: device of the parameters.
         secret_file: file with the secret of the job, by default that of the environment.
 
@@ -47,10 +50,15 @@ def join(
 
     from pipesgd.checks import check_at_least, check_one_of
     from pipesgd.elastic.ranks import elastic
+    from pipesgd.membership.peers import SILENT_SECONDS
     from pipesgd.membership.secret import job_secret
+    from pipesgd.pipeline.sameness import check_same_settings
     from pipesgd.ranks import join as join_job
 
     check_at_least("least", least, 1)
     check_one_of("transport", transport, ("tcp", "tls"))
+    if silence is not None:
+        check_at_least("silence", silence, SILENT_SECONDS)
     ranks = join_job(job_secret(secret_file))
-    return elastic(ranks, torch.device(device), transport=transport, least=least, wait=wait)
+    check_same_settings(ranks, {"least": least, "transport": transport, "silence": silence}, {})
+    return elastic(ranks, torch.device(device), transport=transport, least=least, wait=wait, silence=silence)

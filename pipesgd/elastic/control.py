@@ -1,9 +1,10 @@
 """Control connections of a member: one to every other member, over which heartbeats and the steps of a change go.
 
-They are connections of their own, so that a large gradient holds up no heartbeat, and are made as those of messages
-are: each end proves that it is a member. A connection that ends is made again for as long as the other process lives.
-That a process has ended is known from its machine, which refuses connections to the listener that every member has
-open until its end. So nobody is taken for dead because a cable is unplugged.
+They are connections of their own, so that the gradients of an iteration hold up no heartbeat; only sums that a change
+hands over travel here, too. They are made as those of messages are: each end proves that it is a member. A connection
+that ends is made again for as long as the other process lives. That a process has ended is known from its machine,
+which refuses connections to the listener that every member has open until its end. So nobody is taken for dead because
+a cable is unplugged; but somebody is where a firewall between the machines refuses connections.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipesgd.comm.greeting import AGAIN_SECONDS, Greeter, Wrap, greeting_secret, listening, places_and_tokens, reached
+from pipesgd.comm.greeting import AGAIN_SECONDS, Greeter, Wrap, greeting_secret, listeners, reached
 from pipesgd.elastic.letters import HEAD, MOST_TEXT, Goodbye, decoded, encode
 from pipesgd.membership.sockets import Place, close, opened
 from pipesgd.membership.store import MalformedValue
@@ -75,8 +76,7 @@ class ControlConnections(Greeter):
         on_end: Callable[[int], None],
         on_break: Callable[[int], None],
     ):
-        listener, published = listening(ranks)
-        places, tokens = places_and_tokens(ranks.all_gather_object("listeners of members", published))
+        listener, places, tokens = listeners(ranks, "listeners of members")
         super().__init__(
             ranks.rank, places, tokens, listener, secret=greeting_secret(ranks), wrap=wrap, number=ranks.number
         )

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from types import FrameType
 
-from pipesgd.process import say, variables_of_rank
+from pipesgd.process import say, signal_name, variables_of_rank
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that the ranks get, too."""
@@ -35,11 +35,12 @@ def launch_elastic(
     first = machine * ranks
     port = _free_port(host) if port is None else port
     started: dict[int, subprocess.Popen[bytes]] = {}
-
-    asked: list[int] = []
+    early: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        if len(started) < ranks:
+            early.append(number)
+            return
         for process in started.values():
             if process.returncode is None:  # not send_signal, which would wait for one that has just ended
                 with contextlib.suppress(ProcessLookupError):
@@ -53,7 +54,7 @@ def launch_elastic(
                 first + local, machines * ranks, local_rank=local, local_world_size=ranks, host=host, port=port
             )
             started[first + local] = subprocess.Popen([program, *words], env=os.environ | own)
-        for number in asked:  # before all of them had started
+        for number in early:
             forward(number, None)
         of_process = {process.pid: rank for rank, process in started.items()}
         last = 0
@@ -64,7 +65,7 @@ def launch_elastic(
             last = codes[rank] = os.waitstatus_to_exitcode(status)
             started[rank].returncode = last
             if last < 0:
-                say(f"the process of rank {rank} was ended by {signal.Signals(-last).name}")
+                say(f"the process of rank {rank} was ended by {signal_name(-last)}")
     except BaseException:
         for process in started.values():
             if process.returncode is None:

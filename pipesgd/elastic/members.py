@@ -37,7 +37,7 @@ from pipesgd.membership.messages import (
     Supply,
     Take,
 )
-from pipesgd.membership.peers import TICK_SECONDS
+from pipesgd.membership.peers import TICK_SECONDS, Peers
 from pipesgd.membership.protocol import Member
 from pipesgd.process import say
 from pipesgd.ranks import Ranks
@@ -66,13 +66,15 @@ class Members:
         wrap: function that puts TLS on a socket; None for connections in clear.
         least: least number of members that train.
         wait: seconds for which a member without a majority waits for the others to come back.
+        silence: seconds without a sign of life after which a member is lost, the same for all.
     """
 
-    def __init__(self, ranks: Ranks, wrap: Wrap | None, *, least: int, wait: float):
+    def __init__(self, ranks: Ranks, wrap: Wrap | None, *, least: int, wait: float, silence: float):
         self.me = ranks.rank
         self._standing = ranks.standing
         self.least = least
         self.wait = wait
+        self._silence = silence
         self.interrupt: Callable[[], None] = lambda: None
         """Function that ends what the communication thread waits for, and lets it call ``next_record``."""
         self.result_of: Callable[[int], Result | None] = lambda unit: None
@@ -85,6 +87,8 @@ class Members:
         """All generations that it has entered, and when."""
         self.why_out: str | None = None
         """Reason why the others continue without this process; None if it is a member."""
+        self.failure: BaseException | None = None
+        """Error of which this membership has ended, if it has."""
         self.stop_at: int | None = None
         """Iteration that nobody begins, since all members were asked to stop; None if they were not."""
         self._changed = threading.Condition()
@@ -121,9 +125,12 @@ class Members:
 
         Raises:
             DeadlineExceeded: one was not there within ``seconds``.
+            RunError: the process of one has ended.
         """
         end = time.monotonic() + seconds
         while missing := sorted({*self.record.members} - {self.me, *self._control.connected}):
+            if self.failure is not None:
+                raise self.failure
             if time.monotonic() >= end:
                 raise DeadlineExceeded(
                     rank=self.me, peer=missing[0], operation="connection", reason=f"no answer within {seconds:g} s"
@@ -137,7 +144,8 @@ class Members:
         contacts = list(first.members)
 
         def begin(nothing: Member | None, now: float) -> None:
-            self._member = Member(self.me, first, now, least=self.least, contacts=contacts)
+            peers = Peers(self.me, now, self._silence)
+            self._member = Member(self.me, first, now, least=self.least, contacts=contacts, peers=peers)
             self._member.beat_to([peer for peer in contacts if peer != self.me], now)
             early, self._early = self._early, []
             for peer, message in early:
@@ -178,7 +186,9 @@ class Members:
         end: float | None = None
         while True:
             if not self.has_started:
-                raise RunError(f"rank {self.me}: {self.why_out or 'a change of members before training has begun'}")
+                raise self.failure or RunError(f"rank {self.me}: a change of members before training has begun")
+            if self.failure is not None:
+                raise self.failure
             if self._is_over or self.why_out is not None:
                 raise LeftBehind(self.me, self.why_out or "the others have ended", None)
             with self._changed:
@@ -233,10 +243,11 @@ class Members:
         """Let signals be no request to leave any more: training is done."""
         self.signal = lambda: None
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, failure: BaseException) -> None:
         """Let ``begin`` fail from now on: what the communication thread does has failed."""
         with self._changed:
-            self.why_out = self.why_out or why
+            self.failure = self.failure or failure
+            self.why_out = self.why_out or str(failure)
             self._changed.notify_all()
 
     # ---- Values that members share
@@ -280,29 +291,30 @@ class Members:
         try:
             self._drive()
         except BaseException as failure:  # noqa: BLE001 (nobody else would hear of it)
-            self.give_up(f"its membership has failed: {failure!r}")
+            self.give_up(RunError(f"rank {self.me}: its membership has failed: {failure!r}"))
             self.interrupt()
-        self._control.close()
+        finally:
+            self._control.close()
 
     def _drive(self) -> None:
         due = time.monotonic()
         while not self._is_closed:
             now = time.monotonic()
             if now >= due and not self._is_over and (member := self._member) is not None:
-                self._look_for_signals(member, now)
-                member.tick(now)
+                self._look_for_signals(member, clock())
+                member.tick(clock())
                 self._note_state(member)
-                self._share_standing(member.record, now)
+                self._share_standing(member.record, time.monotonic())
             due = due if now < due else now + TICK_SECONDS
             while self._events:
-                self._events.popleft()(self._member, time.monotonic())
+                self._events.popleft()(self._member, clock())
             if self._member is not None:
                 self._carry_out(self._member.actions)
             if not self._events:
                 self._control.poll(due)
         if self._is_over:
             while self._events:  # the others may still need the last values
-                self._events.popleft()(self._member, time.monotonic())
+                self._events.popleft()(self._member, clock())
             for peer in self._control.connected:
                 self._control.send(peer, Goodbye())
             self._control.flush(GOODBYE_SECONDS)
@@ -349,9 +361,9 @@ class Members:
             case Value():
                 self._keep(letter.generation, letter.key, letter.value)
             case Wish():
-                self._wishes.setdefault(peer, time.monotonic())
+                self._wishes.setdefault(peer, clock())
                 if self._member is not None:
-                    self._look_for_signals(self._member, time.monotonic())
+                    self._look_for_signals(self._member, clock())
             case Goodbye():
                 self._is_over = True
             case _ if self._member is None:
@@ -359,25 +371,25 @@ class Members:
             case _:
                 if isinstance(letter, Prepare) and self._all_asked(self._member):
                     self._member.vote.leaves = True
-                self._member.receive(peer, letter, time.monotonic())
+                self._member.receive(peer, letter, clock())
                 if isinstance(letter, Beat) and peer not in self._answered:
                     self._answered.add(peer)
-                    self._member.beat_to([peer], time.monotonic())
+                    self._member.beat_to([peer], clock())
 
     def _on_sign(self, peer: int) -> None:
         if self._member is not None:
-            self._member.peers.hear(peer, time.monotonic())
+            self._member.peers.hear(peer, clock())
 
     def _on_end(self, peer: int) -> None:
         if self._member is not None:
-            self._member.gone(peer, time.monotonic())
+            self._member.gone(peer, clock())
         elif not self._is_over:
-            self.give_up(f"the process of rank {peer} has ended before training has begun")
+            self.give_up(RunError(f"rank {self.me}: the process of rank {peer} has ended before training has begun"))
             self.interrupt()
 
     def _on_break(self, peer: int) -> None:
         if self._member is not None:
-            self._member.broken(peer, time.monotonic())
+            self._member.broken(peer, clock())
 
     def _keep(self, generation: int, key: str, value: str | None) -> None:
         with self._changed:
@@ -418,11 +430,16 @@ class Members:
         self._is_stuck = is_stuck
 
     def _here(self) -> str:
-        member, now = self._member, time.monotonic()
+        member, now = self._member, clock()
         assert member is not None
         members = member.record.members
         here = len(member.peers.living(members, now))
         return f"rank {self.me}: {here} of {len(members)} ranks of generation {member.record.number} are here"
+
+
+def clock() -> float:
+    """Return seconds of a clock that runs while the machine sleeps: a lease ends meanwhile, too."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _stopped(begun: int, member: Member, now: float) -> None:

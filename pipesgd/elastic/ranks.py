@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -13,10 +14,13 @@ from pipesgd.comm.tcp import wrap_of
 from pipesgd.elastic.members import Interrupted, Members
 from pipesgd.elastic.units import Units, gathered
 from pipesgd.elastic.values import SharedValues
-from pipesgd.errors import NotEnoughMembers, RunError, warn
+from pipesgd.errors import NotEnoughMembers, RunError, UserInputError, warn
 from pipesgd.membership.generation import Lost, Record, first_record
+from pipesgd.membership.peers import SILENT_SECONDS
 from pipesgd.process import under_torchrun
 from pipesgd.ranks import Ranks
+
+T = TypeVar("T")
 
 DEFAULT_WAIT_SECONDS = 60.0
 
@@ -65,13 +69,34 @@ class ElasticRanks(GenerationRanks):
     units: Units = field(init=False, repr=False)
     members: Members = field(init=False, repr=False)
     record: Record = field(init=False, repr=False)
+    _in_whole: bool = field(default=False, init=False, repr=False)
+    _next: int = field(default=0, init=False, repr=False)
+    """Iteration after the one that was yielded last."""
 
     is_elastic: ClassVar[bool] = True
 
     def see(self, record: Record) -> None:
-        """Let this object be about the members of ``record``."""
+        """Let this object be about the members of ``record``.
+
+        Raises:
+            MembersChanged: they have changed within a computation that must be ``whole``.
+        """
+        before, self.record = self.record, record
         self.see_members(record.members)
-        self.record = record
+        if self._in_whole and record.members != before.members:
+            raise MembersChanged(f"rank {self.members.me}: members were lost meanwhile")
+
+    def whole(self, do: Callable[[], T]) -> T:
+        if self._in_whole:
+            return do()
+        self.all_gather_object("members", None)  # from here on, all see the same changes in the same places
+        self._in_whole = True
+        try:
+            while True:
+                with contextlib.suppress(MembersChanged):
+                    return do()
+        finally:
+            self._in_whole = False
 
     def see_members(self, members: tuple[int, ...]) -> None:
         """Let the numbers of ranks be those among ``members``, ids in the order of the ring."""
@@ -83,20 +108,27 @@ class ElasticRanks(GenerationRanks):
         self._addresses = [self.places[one] for one in members]
         self.joined.rank, self.joined.numbers = self.rank, members
 
-    def iterations(self, number: int, start: int = 0) -> Iterator[Share]:
+    def iterations(self, number: int, state: Mapping[str, Any] | None = None) -> Iterator[Share]:
         """Yield this rank's share of each iteration, in a loop of the user's own; losses are survived from now on.
 
         It waits while the others agree who continues. A step of the optimizer belongs to each iteration.
 
         Args:
             number: number of iterations.
-            start: first of them, as in a run that is resumed.
+            state: what ``state_dict`` has returned in the run that this one continues, on any number of ranks.
 
         Raises:
             LeftBehind: the others continue without this rank.
             NotEnoughMembers: fewer than ``least`` ranks remain, or no majority was in reach for ``wait`` seconds.
+            UserInputError: ``state`` is none of ``state_dict``.
         """
-        self.units.start(first_record(range(self.world_size), start, fresh=start * self.world_size))
+        before: Mapping[str, Any] = {"iteration": 0, "given_back": [], "fresh": 0} if state is None else state
+        try:
+            start, given_back, fresh = (before[key] for key in ("iteration", "given_back", "fresh"))
+        except (KeyError, TypeError) as problem:
+            raise UserInputError(f"state must be what state_dict() returns; got {state!r}") from problem
+        self._next = start
+        self.units.start(first_record(range(self.world_size), start, tuple(given_back), fresh))
         members, told = self.members, 1
         for iteration in range(start, number):
             record = self.begin(iteration)
@@ -108,27 +140,32 @@ class ElasticRanks(GenerationRanks):
             told += len(new)
             part = span.slice_of(iteration, members.me)
             assert part is not None, "this rank is a member"
+            self._next = iteration + 1
             yield Share(iteration, part, self.rank, self.world_size, tuple(one for each in new for one in each.lost))
         members.stop_listening()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, for JSON, which samples the iterations so far have taken, to continue in another run.
+
+        It is called in an iteration, after ``pipeline.flush()``: the gradients of a rank that is lost before are given
+        out again.
+        """
+        span = self.members.record.span(self._next)
+        given_back, fresh = span.rest(self._next)
+        return {"iteration": self._next, "given_back": list(given_back), "fresh": fresh}
 
     def begin(self, iteration: int) -> Record:
         """Begin ``iteration``; return the generation that it belongs to. It waits while a change is under way."""
         try:
             return self.members.begin(iteration)
         except Interrupted:
-            self.units.thread.check()  # it says why
-            raise
+            raise self.members.failure or RunError(f"rank {self.members.me}: its membership has ended") from None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close(in_order=kind is None)
-
-    def check_same_since(self, before: Record) -> None:
-        """Raise ``MembersChanged`` if ``before`` was another generation."""
-        if self.record.members != before.members:
-            raise MembersChanged(f"rank {self.members.me}: members were lost meanwhile")
 
     def first(self, number: int) -> Ranks:
         assert number == self.world_size, "all ranks of an elastic run train"
@@ -151,7 +188,15 @@ class ElasticRanks(GenerationRanks):
         self.members.close(in_order=in_order)
 
 
-def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, wait: float | None) -> ElasticRanks:
+def elastic(
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    transport: str,
+    least: int,
+    wait: float | None = None,
+    silence: float | None = None,
+) -> ElasticRanks:
     """Return the members that ``ranks`` become, of which some may be lost from the start of training on. Collective.
 
     Args:
@@ -160,11 +205,18 @@ def elastic(ranks: Ranks, device: torch.device, *, transport: str, least: int, w
         transport: "tcp" or "tls".
         least: least number of members that train.
         wait: seconds for which a member without a majority waits for the others, by default 60.
+        silence: seconds without a sign of life after which a member is lost, by default 3, the same on all ranks.
     """
     wrap = wrap_of(transport, ranks)
     machines = ranks.all_gather_object("machines of members", ranks.rank - ranks.local_rank)
     places = ranks.addresses()
-    members = Members(ranks, wrap, least=least, wait=DEFAULT_WAIT_SECONDS if wait is None else wait)
+    members = Members(
+        ranks,
+        wrap,
+        least=least,
+        wait=DEFAULT_WAIT_SECONDS if wait is None else wait,
+        silence=SILENT_SECONDS if silence is None else silence,
+    )
     members.wait_for_connections(ranks.timeout)
     found = ElasticRanks(
         rank=ranks.rank,

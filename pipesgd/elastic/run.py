@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from pipesgd.elastic.ranks import ElasticRanks, MembersChanged
+from pipesgd.elastic.ranks import ElasticRanks
 from pipesgd.errors import NotEnoughMembers, StoppedBySignal, UserInputError, named
 from pipesgd.membership.generation import Record, Span, first_record
 from pipesgd.membership.record import Span as Slices
@@ -101,16 +101,7 @@ class ElasticRun(Run):
                 say(sentence(record, self.job.config.samples_per_rank))
 
     def _evaluate(self) -> Evaluation:
-        ranks = self._ranks
-        ranks.all_gather_object("members", None)
-        while True:
-            before = ranks.record
-            try:
-                evaluation = super()._evaluate()
-                ranks.check_same_since(before)
-            except MembersChanged:
-                continue
-            return evaluation
+        return self._ranks.whole(super()._evaluate)
 
     def save_checkpoint(self, done: int) -> bool:
         """Write a checkpoint of those who remain; again if one of them was lost meanwhile, with its part of it."""

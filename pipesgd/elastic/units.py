@@ -8,6 +8,7 @@ If none does, those who remain do it again, from what each of them has kept.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.elastic.letters import Result
 from pipesgd.elastic.members import Interrupted, Members
-from pipesgd.errors import CommunicationError, DeadlineExceeded
+from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.membership.generation import Record
 from pipesgd.ranks import Ranks
 
@@ -121,7 +122,7 @@ class Units:
         try:
             return self._run(unit)
         except BaseException as failure:
-            self.members.give_up(str(failure))  # the main thread may wait for the end of a change
+            self.members.give_up(failure)  # the main thread may wait for the end of a change
             raise
 
     def _run(self, unit: Unit[T]) -> tuple[T, Record]:
@@ -184,7 +185,7 @@ class Units:
     def _interrupt(self) -> None:
         """End what the communication thread does; if it does nothing, let it take part in the change all the same."""
         self.abort(Interrupted("a change of members has begun"))
-        if not self.thread.failed:
+        with contextlib.suppress(UserInputError):  # it was closed: nothing is done any more
             self.thread.submit(self._change_if_due)
 
     def _change_if_due(self) -> None:
@@ -192,7 +193,7 @@ class Units:
             try:
                 self._change(None, self._newest + 1)
             except BaseException as failure:
-                self.members.give_up(str(failure))
+                self.members.give_up(failure)
                 raise
 
     def close(self) -> None:
@@ -202,4 +203,12 @@ class Units:
 
 def gathered(what: str, value: Any, *, within: float, close_by: bool) -> Callable[[Ranks], list[Any]]:
     """Return the call that gathers every rank's ``value``; see ``Ranks.all_gather_object``."""
-    return lambda ranks: ranks.all_gather_object(what, value, within=within, close_by=close_by)
+
+    def gather(ranks: Ranks) -> list[Any]:
+        phase = ranks.standing.phase
+        try:
+            return ranks.all_gather_object(what, value, within=within, close_by=close_by)
+        finally:
+            ranks.standing.resume(phase)  # also where a change of members has ended the wait
+
+    return gather

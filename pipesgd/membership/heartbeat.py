@@ -242,6 +242,11 @@ class Standing:
         return before
 
     @property
+    def phase(self) -> tuple[str, bool, float]:
+        """The present phase, for ``resume``."""
+        return self._phase
+
+    @property
     def longest_silence(self) -> float:
         """Seconds without a heartbeat, or without an answer to one, that this rank waits for."""
         return self.timeout if self.silence is None else min(self.timeout, self.silence)

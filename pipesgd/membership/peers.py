@@ -14,9 +14,10 @@ from pipesgd.membership.messages import Beat
 BEAT_SECONDS = 1.0
 """Seconds between two heartbeats."""
 SILENT_SECONDS = 3.0
-"""Seconds without a message after which a member is lost."""
+"""Seconds without a message after which a member is lost, by default and at least."""
 LEASE_SECONDS = 2.8
-"""Seconds after which a member may call another one silent, at the earliest: clocks may differ by three per cent."""
+"""Seconds after which a member may then call another one silent, at the earliest: clocks may differ by three per
+cent."""
 TICK_SECONDS = 0.5
 """Seconds between two ticks."""
 SHORTEST_RETRY = 1.0
@@ -32,14 +33,16 @@ TRIPS_KEPT = 5
 class Peers:
     """Knowledge of one member about the others.
 
-    A member is *lost* if it is proven dead, or silent for ``SILENT_SECONDS``; time in which this process was stopped
-    does not count. It has died *for certain* if its end became known while its lease lasted: ``LEASE_SECONDS`` from
-    the time at which this member sent the newest heartbeat that the other one has echoed. It cannot have called this
-    member silent by then.
+    A member is *lost* if it is proven dead, or silent for ``silence`` seconds, the same for all members; time in which
+    this process was stopped does not count. It has died *for certain* if its end became known while its lease lasted:
+    ``LEASE_SECONDS``, or as much of ``silence``, from the time at which this member sent the newest heartbeat that the
+    other one has echoed. It cannot have called this member silent by then.
     """
 
-    def __init__(self, me: int, now: float):
+    def __init__(self, me: int, now: float, silence: float = SILENT_SECONDS):
         self.me = me
+        self.silence = silence
+        self.lease = silence * LEASE_SECONDS / SILENT_SECONDS
         self.heard: dict[int, float] = {}
         """Time of the newest message of each."""
         self.dead: set[int] = set()
@@ -89,12 +92,12 @@ class Peers:
     def bury(self, peer: int, now: float) -> None:
         """Note that the process of ``peer`` has ended."""
         self.dead.add(peer)
-        if peer in self._lease and now < self._lease[peer] + LEASE_SECONDS:
+        if peer in self._lease and now < self._lease[peer] + self.lease:
             self.certain.add(peer)
 
     def is_lost(self, peer: int, now: float) -> bool:
         """Return True if ``peer`` is proven dead, or silent."""
-        return peer != self.me and (peer in self.dead or now - self.heard.get(peer, now) >= SILENT_SECONDS)
+        return peer != self.me and (peer in self.dead or now - self.heard.get(peer, now) >= self.silence)
 
     def living(self, members: Iterable[int], now: float) -> list[int]:
         """Return those of ``members`` that are not lost, in their order."""

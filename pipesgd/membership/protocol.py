@@ -478,7 +478,7 @@ class Member:
         if record.number <= self.record.number or self._is_out:
             return
         if self.me not in record.members:
-            self._go(f"left behind by generation {record.number}")
+            self._go(f"generation {record.number} is without it")
         elif self.vote.is_frozen and not self.vote.has_stopped:
             self.vote.awaiting = record
         elif self._fits(record):

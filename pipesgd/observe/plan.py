@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipesgd.errors import UserInputError
+from pipesgd.errors import UserInputError, warn
 from pipesgd.process import say, variables_of_first
 from timing_model.cli import main as answer
 from timing_model.units import format_bytes, format_seconds
@@ -30,6 +30,8 @@ FROM, LINK, END = "--from", "--link", "--"
 FOUND = ("model", "parameters", "tensors", "compute", "update", "accumulation")
 """Options of a plan that the program says."""
 LEAST_STEPS = 6
+UNSTEADY = 1.5
+"""Ratio of the longest and the shortest computation of an iteration above which a warning says so."""
 LAST_LINES = 5
 """Lines of a program that failed which are shown."""
 
@@ -126,7 +128,10 @@ def observe(program: Path, links: Sequence[Path], arguments: Sequence[str], worl
             output.seek(0)
             lines = deque((line.rstrip() for line in output if line.strip()), maxlen=LAST_LINES)
             shown = "\n  ".join(lines)
-            raise UserInputError(f"from must be a program that runs; got exit code {code} after\n  {shown}")
+            raise UserInputError(
+                "from must be a program that runs (its arguments follow --; --link names files and folders that it "
+                f"reads); got exit code {code} after\n  {shown}"
+            )
     steps = last.get("steps", 0)
     raise UserInputError(
         f"from must be a program with at least {LEAST_STEPS} steps of an optimizer of torch's; got {steps}"
@@ -150,6 +155,12 @@ def describe(program: Path, found: dict[str, Any]) -> str:
     """Describe in a line what a program does in an iteration."""
     numel, tensors, passes, buckets = sum(found["tensors"]), len(found["tensors"]), found["passes"], found["buckets"]
     sums = _many(buckets, "bucket") + " of DistributedDataParallel" if found["in_ddp"] else _many(buckets, "sum")
+    low, high = found["compute_range_s"]
+    if high > UNSTEADY * low:
+        warn(
+            f"an iteration computed for {format_seconds(low)} to {format_seconds(high)}, by the median for "
+            f"{format_seconds(found['compute_s'])}: on a machine that does nothing else, the answer is more certain"
+        )
     return (
         f"{program.name}: {numel / 1e6:.2f} M parameters ({format_bytes(4 * numel)}) in {_many(tensors, 'tensor')}; "
         f"{_many(passes, 'backward pass', 'es')} and {sums} in an iteration, which on this machine computes for "

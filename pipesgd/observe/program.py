@@ -46,6 +46,8 @@ class Observed:
     """Backward passes in an iteration."""
     compute_s: float
     """Median time of all that an iteration does but the optimizer's step and the exchange."""
+    compute_range_s: tuple[float, float]
+    """The shortest and the longest of these times."""
     update_s: float
     """Median time of the optimizer's step."""
 
@@ -251,6 +253,7 @@ class Observer:
                 buckets=_buckets(self._models[-1]) if self._models else round(statistics.median(sums)),
                 passes=max(1, round(statistics.median(passes))),
                 compute_s=max(0.0, statistics.median(compute)),
+                compute_range_s=(max(0.0, min(compute)), max(0.0, max(compute))),
                 update_s=statistics.median(updates),
             )
             self._tell({"observed": asdict(observed)})

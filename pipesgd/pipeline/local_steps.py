@@ -26,7 +26,6 @@ import copy
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -37,7 +36,7 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
-from pipesgd.errors import UserInputError
+from pipesgd.errors import UserInputError, warn_of_line
 from pipesgd.flat_buffer import check_shapes
 from pipesgd.guests import guest
 from pipesgd.nested import loadable
@@ -419,12 +418,10 @@ class LocalSteps(OnPipeline):
             if not self.pipeline.failed:
                 self.flush()
             elif self.window.unexchanged:
-                warnings.warn(
+                warn_of_line(
                     "the pipeline was closed after an error: this rank's movements since the last exchange of each "
                     f"parameter are dropped (local steps: {self.window.unexchanged}), and the model holds the weights "
-                    "without them",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    "without them"
                 )
         finally:
             self.own_steps.remove()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.headers import STEP, SYNCHRONOUS_STEP
 from pipesgd.comm.transport import Group, Mesh
-from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn
+from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError, warn, warn_of_line
 from pipesgd.flat_buffer import check_layouts, memory_layout
 from pipesgd.guests import guest
 from pipesgd.optim.loss_scale import LossScale
@@ -351,8 +351,8 @@ class Pipeline:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self.check_usable()
         self.check_none_leaves("combine_buffers")
-        sum_over_ranks = self.flight.sum_in("combine_buffers", self.iteration)
-        combine_buffers(self.model, how, self.flight.ranks, sum_over_ranks)
+        ranks, sum_over_ranks = self.flight.ranks, self.flight.sum_in("combine_buffers", self.iteration)
+        ranks.whole(lambda: combine_buffers(self.model, how, ranks, sum_over_ranks))
         if self.island is not None:
             self.island.combine_buffers(self.model, how)
 
@@ -472,11 +472,9 @@ class Pipeline:
         if in_flight := self.flight.in_flight:
             iterations = ", ".join(str(gradient.iteration) for gradient in in_flight)
             in_flight.clear()
-            warnings.warn(
+            warn_of_line(
                 f"the pipeline was closed after an error: gradients in flight are dropped (iterations {iterations}), "
-                "and the model holds the weights without them",
-                RuntimeWarning,
-                stacklevel=4,
+                "and the model holds the weights without them"
             )
         if self._hooks is not None:
             self._hooks.remove()
@@ -489,6 +487,8 @@ class Pipeline:
 
 
 def _say_unclosed() -> None:
+    if getattr(sys, "last_value", None) is not None:  # the program has ended by an exception, which is on the screen
+        return
     warn(
         "a pipeline was not closed, so the gradients in flight are not applied: call close() at the end of the "
         "training, or use the pipeline in a with statement"

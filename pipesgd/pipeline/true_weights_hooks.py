@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from pipesgd.errors import UserInputError
+from pipesgd.errors import UserInputError, warn_of_line
 from pipesgd.pipeline.prediction import SwappedWeights
 from pipesgd.shards import is_dtensor
 
@@ -233,24 +232,20 @@ def warn_of_outsiders(model: nn.Module, parameters: Sequence[Tensor]) -> None:
     own = set(map(id, model.parameters()))
     outside = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in own]
     if outside:
-        warnings.warn(
+        warn_of_line(
             "trained parameters should be the model's, which is evaluated and saved with its true weights; got "
             f"{len(outside)} others (of shape {outside[0]}): read, write and save them in "
-            "`with pipeline.true_weights():`, or make them a part of the model",
-            RuntimeWarning,
-            stacklevel=3,
+            "`with pipeline.true_weights():`, or make them a part of the model"
         )
 
 
 def warn_of_write(model: nn.Module, parameter: Tensor) -> None:
     """Warn that a parameter of ``model`` was written while it held predicted weights."""
     names = (name for name, one in model.named_parameters() if one is parameter)
-    warnings.warn(
+    warn_of_line(
         "parameters must be written in `with pipeline.true_weights():`, alike on all ranks: after a step they hold "
         "predicted weights, which the next update drops with all that was written to them; got another value of "
-        f"{next(names, 'a parameter')} outside of it",
-        RuntimeWarning,
-        stacklevel=2,
+        f"{next(names, 'a parameter')} outside of it"
     )
 
 

@@ -41,7 +41,8 @@ def workload(model: nn.Module) -> str | None:
     if 2 * sum(size for size, trained in sizes if trained) < sum(size for size, _ in sizes):
         return "LoRA"
     modules = list(model.modules())
-    if rows := [one.num_embeddings for one in modules if isinstance(one, nn.Embedding)]:
+    rows = [one.num_embeddings for one in modules if isinstance(one, nn.Embedding)]
+    if rows and any(isinstance(one, nn.LayerNorm | nn.RMSNorm) for one in modules):
         return "transformer, bytes" if max(rows) <= MOST_SYMBOLS else "transformer, byte pairs"
     return "convnet, batch norm" if any(isinstance(one, _ConvNd) for one in modules) else None
 
@@ -53,7 +54,10 @@ def line(model: nn.Module, *, width: int, codec: str, iterations: int) -> str | 
     name, like = method(width, codec), workload(model)
     rows = [row for row in _measured() if row["method"] == name and row["workload"] == like]
     if not rows:
-        return f"accuracy: width {width} with {codec} was not measured in a training like this one"
+        return (
+            f"accuracy: no training like this one was measured with width {width}, {codec}: compare it with one at "
+            "width 1 without a codec"
+        )
     row = min(rows, key=lambda one: abs(math.log(one["iterations"] / max(1, iterations))))
     sign = 1 if row["of_loss"] else -1
     cost, *between = (sign * row[one] for one in ("cost", "cost_low", "cost_high"))

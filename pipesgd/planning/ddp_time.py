@@ -35,7 +35,7 @@ class Uncompressed(NamedTuple):
 
 def ddp_seconds(
     tally: Tally, uncompressed: Uncompressed, nbytes: Sequence[float], world_size: int
-) -> tuple[float, float] | None:
+) -> tuple[float, float] | str:
     """Return between which times, in s, an iteration of DDP on gloo would take, by the exchanges of this run.
 
     The time of a byte is that of this run's exchanges, without the latency, as the medians of blocks of neighbours and
@@ -43,7 +43,7 @@ def ddp_seconds(
     codec's work does not grow with DDP's bytes. With this run's computation, at the same percentiles, it is put into
     the timing model's formula for DDP. It is not known when gradients are complete: with the shorter times, all are
     when the backward pass begins; with the longer ones, as in dense layers.
-    Returns None if the run has too few exchanges, or if their rates differ too much.
+    Returns the reason why nothing can be said if the run has too few exchanges, or if their rates differ too much.
 
     Args:
         tally: the reports of the run's steps.
@@ -53,14 +53,14 @@ def ddp_seconds(
     """
     totals = tally.totals()
     exchanges: list[Step] = [step for step in tally.recent if step.communication > 0]
-    if len(exchanges) < LEAST_EXCHANGES or world_size == 1:
-        return None
+    if len(exchanges) < LEAST_EXCHANGES:
+        return f"there were fewer than {LEAST_EXCHANGES} exchanges"
     sent = totals.wire_bytes / totals.iterations
     transfers = [(step.communication - uncompressed.latency) / sent for step in exchanges]
     fast, slow = _between(transfers)
     fast = min(fast, uncompressed.byte_seconds)
     if not 0 < slow <= WIDEST * fast:
-        return None
+        return f"the rates of exchanges differ by more than {WIDEST:g} times"
     short, long = _between([step.computing for step in exchanges])
     dense = ddp_buckets(nbytes)
     at_once = [(0.0, size) for _, size in dense]

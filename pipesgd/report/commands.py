@@ -72,8 +72,12 @@ def _written(path: Path, write: Callable[[], None]) -> None:
     """Call ``write``, which writes ``path``.
 
     Raises:
-        UserInputError: it cannot be written.
+        UserInputError: it cannot be written, or is named as something else.
     """
+    if path.suffix and path.suffix.lower() not in (".html", ".htm"):
+        raise UserInputError(
+            f"output must be a file of HTML, such as {path.with_suffix('.html').name}; got {path.name}"
+        )
     try:
         write()
     except OSError as failure:

@@ -17,7 +17,7 @@ from torch import nn
 
 import pipesgd
 from experiments.forked_ranks import rank_environment, store
-from pipesgd import elastic
+from pipesgd import elastic, replicas
 from pipesgd.errors import UserInputError
 from pipesgd.replicas import weights_sha256
 
@@ -90,6 +90,95 @@ def test_the_others_continue_with_their_shares(tmp_path: Path) -> None:
     assert len(set(slices)) == len(slices)
 
 
+# ---- What each rank has its share in
+
+MIDDLE = "in the middle of the sum"
+
+
+def _combine_after_a_loss(folder: Path, wire: pipesgd.Wire) -> None:
+    """Rank 1 is lost in iteration 1, or in the sum of the buffers there; each rank's buffer is its number."""
+    ranks = elastic.join(least=2)
+    me = ranks.rank
+    model = nn.Linear(3, 1)
+    model.register_buffer("own", torch.zeros(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    in_the_middle = (folder / MIDDLE).exists()
+    if me == KILLED and in_the_middle:
+        replicas.take_shares = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire) as pipeline:
+        for share in ranks.iterations(4):
+            if me == KILLED and share.iteration == 1 and not in_the_middle:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(2, 3)).sum().backward()
+            pipeline.step()
+            if share.iteration == 1:
+                model.get_buffer("own").fill_(me)
+            if share.iteration == 1 and in_the_middle:
+                pipeline.combine_buffers()
+        pipeline.flush()
+        if not in_the_middle:
+            pipeline.combine_buffers()
+    (folder / f"{me}.json").write_text(json.dumps(model.get_buffer("own").tolist()), encoding="utf-8")
+
+
+@pytest.mark.parametrize("when", ["before", MIDDLE])
+def test_a_mean_is_of_those_who_remain(tmp_path: Path, when: str) -> None:
+    (tmp_path / when).touch()
+    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _combine_after_a_loss)
+    assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
+    means = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2)]
+    assert means == [[1.0], [1.0]]
+
+
+# ---- Another run continues
+
+
+def _train_on(folder: Path, wire: pipesgd.Wire) -> None:
+    """Rank 1 is lost; the others save where they are, and three ranks continue from there."""
+    ranks = elastic.join(least=2)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    saved = folder / "state.json"
+    state = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else None
+    slices = []
+    with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire) as pipeline:
+        for share in ranks.iterations(8 if state is None else 14, state):
+            if state is None and int(os.environ["RANK"]) == KILLED and share.iteration == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            slices.append(share.slice)
+            model(torch.ones(2, 3)).sum().backward()
+            pipeline.step()
+        pipeline.flush()
+        samples = ranks.state_dict()
+    if ranks.rank == 0:
+        saved.write_text(json.dumps(samples), encoding="utf-8")
+    name = f"{os.environ['RANK']} of {'first' if state is None else 'second'}.json"
+    (folder / name).write_text(json.dumps(slices), encoding="utf-8")
+
+
+def test_another_run_continues_with_the_samples_that_are_next(tmp_path: Path) -> None:
+    wire = pipesgd.Wire(transport="tcp")
+    assert _run(tmp_path, wire, _train_on) == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
+    first = json.loads((tmp_path / "state.json").read_text(encoding="utf-8"))
+    assert first["iteration"] == 8
+    assert _run(tmp_path, wire, _train_on) == [0, 0, 0], (tmp_path / "log").read_text(encoding="utf-8")
+    of_survivors, of_all = (
+        [slice_ for path in tmp_path.glob(f"* of {which}.json") for slice_ in json.loads(path.read_text("utf-8"))]
+        for which in ("first", "second")
+    )
+    lost = {*range(first["fresh"])} - {*of_survivors} - {*first["given_back"]}
+    assert len(lost) <= 3  # those of the iterations that the lost rank has taken part in
+    fresh = first["fresh"] + 18 - len(first["given_back"])
+    assert sorted(of_all) == [*first["given_back"], *range(first["fresh"], fresh)]
+
+
+def test_a_state_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"iteration": 3}', encoding="utf-8")
+    assert _run(tmp_path, pipesgd.Wire(transport="tcp"), _train_on) == [2, 2, 2]
+    line = (tmp_path / "0.error").read_text(encoding="utf-8")
+    assert line == "state must be what state_dict() returns; got {'iteration': 3}"
+
+
 def test_a_wire_that_cannot_lose_ranks_is_refused(tmp_path: Path) -> None:
     assert _run(tmp_path, pipesgd.Wire()) == [2, 2, 2]
     line = (tmp_path / "0.error").read_text(encoding="utf-8")
@@ -100,6 +189,7 @@ def test_a_wire_that_cannot_lose_ranks_is_refused(tmp_path: Path) -> None:
     ("given", "line"),
     [
         ({"least": 0}, "least must be at least 1; got 0"),
+        ({"silence": 1.0}, "silence must be at least 3; got 1.0"),
         ({"transport": "gloo"}, "transport must be tcp or tls; got 'gloo'"),
     ],
 )

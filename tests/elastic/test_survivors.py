@@ -171,7 +171,7 @@ def test_a_rank_that_is_silent_for_long_is_left_behind_and_says_so(tmp_path: Pat
     ended, log = _run_with(tmp_path, 3, LONG, *stop)
     assert ended.codes == {0: 1, 1: 0, 2: 0}, log
     assert "rank 0 is lost: it was silent for 3." in log
-    assert "rank 0: left behind by generation 1; the others continue, and a restart of the job takes it in again" in log
+    assert "rank 0 was left behind: generation 1 is without it; a restart of the job takes it in again" in log
 
 
 def test_a_rank_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:

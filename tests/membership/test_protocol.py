@@ -67,7 +67,7 @@ def test_of_two_the_senior_continues_and_the_other_is_stuck() -> None:
     assert 1 not in ring.entered
     ring.members[1].contacts = [0]
     ring.pass_time(2, among=[0, 1])
-    assert "left behind by generation 1" in ring.left[1].why
+    assert "generation 1 is without it" in ring.left[1].why
     assert ring.members[1].state is State.OUT
 
 
@@ -193,6 +193,17 @@ def test_a_lease_begins_when_the_heartbeat_that_was_echoed_was_sent() -> None:
         count = peers.count_beat(10.0)
         peers.count_beat(12.0)
         peers.hear_beat(1, Beat(first_record(range(2)), 0, count, 0.0, -1), 12.5)
+        peers.bury(1, 10.0 + seconds)
+        assert peers.certain == certain
+
+
+def test_a_longer_silence_has_a_longer_lease() -> None:
+    for seconds, certain in ((27.0, {1}), (29.0, set())):
+        peers = Peers(0, 0.0, silence=30.0)
+        count = peers.count_beat(10.0)
+        peers.hear(1, 10.0)
+        peers.hear_beat(1, Beat(first_record(range(2)), 0, count, 0.0, -1), 10.5)
+        assert [peers.is_lost(1, 10.0 + silent) for silent in (29.9, 30.1)] == [False, True]
         peers.bury(1, 10.0 + seconds)
         assert peers.certain == certain
 

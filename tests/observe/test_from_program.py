@@ -200,7 +200,16 @@ def test_the_number_of_ranks_is_asked_for(words: str) -> None:
 
 def test_a_program_without_ddp_is_described_by_its_sums() -> None:
     found = {"tensors": [10], "in_ddp": False, "buckets": 2, "passes": 2, "compute_s": 0.5, "update_s": 0.25}
+    found["compute_range_s"] = (0.4, 0.59)
     assert describe(Path("a/b.py"), found) == (
         "b.py: 0.00 M parameters (40.0 B) in 1 tensor; 2 backward passes and 2 sums in an iteration, "
         "which on this machine computes for 500 ms and updates weights for 250 ms"
     )
+
+
+@pytest.mark.parametrize(("longest", "said"), [(0.59, False), (0.61, True)])
+def test_times_that_differ_are_said(longest: float, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"tensors": [10], "in_ddp": True, "buckets": 2, "passes": 1, "compute_s": 0.5, "update_s": 0.25}
+    describe(Path("b.py"), found | {"compute_range_s": (0.4, longest)})
+    warning = "warning: an iteration computed for 400 ms to 610 ms, by the median for 500 ms: on a machine that does "
+    assert capsys.readouterr().err.startswith(warning) == said

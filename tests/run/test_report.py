@@ -469,6 +469,9 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: pytest.Capt
         (str(tmp_path / "a"), "--output", f"{tmp_path}/c/d"): (
             f"output must be a file that can be written; got {tmp_path}/c/d: No such file or directory"
         ),
+        (str(tmp_path / "a"), "--output", f"{tmp_path}/losses.png"): (
+            "output must be a file of HTML, such as losses.html; got losses.png"
+        ),
         (): "the following arguments are required: run (see pipesgd report --help)",
         ("a", "--outptu"): "unrecognized arguments: --outptu (see pipesgd report --help)",
     }.items():

@@ -201,6 +201,13 @@ def test_a_rank_that_is_slow_is_named_as_the_limit(capsys: pytest.CaptureFixture
     assert line.endswith("3.00 times as fast as now")
 
 
+def test_a_simulated_epoch_has_its_price(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"simulate {HAND} --batch-size 64 --samples 50000 --epochs 1"
+    assert "price" not in said(capsys, words)
+    [epoch] = [line for line in said(capsys, f"{words} --price 1.20/h").splitlines() if line.startswith("an epoch")]
+    assert ", at a price of 0." in epoch
+
+
 def test_simulate_has_no_bound_on_the_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert "jitter: cv 70.0% lognormal" in said(capsys, f"simulate {HAND} --cv 0.7 --iterations 20")
 

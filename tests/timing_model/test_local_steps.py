@@ -234,7 +234,7 @@ def test_local_steps_are_mentioned_where_no_codec_hides_with_what_they_cost() ->
     [said] = said_of_local_steps(20.5, space={"segments": (1 << 20,)})
     assert said == (
         "--width 2 --local-steps 21 --codec fp32 --all-reduce ring would hide the communication, with 21.5 times as "
-        "many samples a second; the price was up to 2.0 points of accuracy with two small models."
+        "many samples a second; the price was up to 2.0 points of accuracy with two small image models."
     )
     assert said_of_local_steps(10.0) == [], "the coarser codec hides"
     assert said_of_local_steps(0.9) == [], "nothing is exposed"
@@ -299,7 +299,8 @@ def test_a_coarser_codec_is_mentioned_with_its_price() -> None:
     [said] = [one for one in alternatives(found, SPACE) if "coarser" in one]
     assert said == (
         "A coarser codec, --width 2 --codec ternary --all-reduce ring --segment-bytes 1073741824, would be 2.5 times "
-        "as fast, and hide the communication; the price was 0.1 points of accuracy on average, measured at width 1."
+        "as fast, and hide the communication; the price was 0.1 points of accuracy on average, measured at width 1 "
+        "with two small image models."
     )
     found = plan(job_of(40.0), SPACE)
     [said] = [one for one in alternatives(found, SPACE) if "coarser" in one]

@@ -13,7 +13,9 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCa
 from pipesgd.errors import warn
 from pipesgd.process import is_first_of_machine, say
 
-COMPILING = "compiling the codec's loops, once per installation and codec"
+COMPILING = (
+    "compiling the codec's loops, once per installation and codec: half a minute, or minutes where ranks share cores"
+)
 IN_MEMORY = (
     "compiling the codec's loops in memory, again in every run, since neither the installation nor the user's cache "
     "folder can be written (let NUMBA_CACHE_DIR name a folder that can)"
