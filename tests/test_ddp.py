@@ -838,6 +838,7 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     train(half_frozen, optimizer, batch)
     half_frozen.module.first.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
     found["frozen"] = refusal(lambda: train(half_frozen, optimizer, batch))
+    pipeline.close()
 
     kept = ddp()
     optimizer = make_optimizer("differences", kept)
