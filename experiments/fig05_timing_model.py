@@ -277,7 +277,7 @@ def _plot_border(rows: list[Row], axes: Axes) -> None:
     present = [name for name in names if name in {row["series"] for row in rows}]
     axes.legend(
         handles=[Patch(color=REGIONS[name], alpha=0.75, label=name) for name in present],
-        loc="lower right",
+        loc="lower left",
         frameon=True,
         framealpha=0.9,
     )
