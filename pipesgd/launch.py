@@ -44,7 +44,7 @@ ELASTIC_OPTIONS = {
     *("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "standalone", "module", "no_python"),
     *("elastic", "training_script", "training_script_args"),
 }
-"""What can be given together with --elastic, which starts ranks without torch's agent."""
+"""Options that can be given together with --elastic, which starts ranks without torch's agent."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -120,7 +120,7 @@ def convergence_message(rows: list[Row]) -> str:
     faster = [mean[panel, BASELINE][0] / mean[panel, OURS][0] for panel in panels]
     lost = [100 * (mean[panel, REFERENCE][1] - mean[panel, "pipe-sgd"][1]) for panel in panels]
     return (
-        f"{TITLES[OURS]} trains {min(faster):.1f} to {max(faster):.1f} times as fast as DDP (emulated, 200 Mbit/s); "
+        f"{TITLES[OURS]} runs {min(faster):.1f} to {max(faster):.1f} times as fast as DDP (emulated, 200 Mbit/s); "
         f"Pipe-SGD without warm-up and prediction ends {min(lost):.0f} to {max(lost):.0f} points lower"
     )
 

@@ -130,7 +130,8 @@ def test_what_to_do_where() -> None:
     region = fig05_timing_model.region
     assert region(10.0, 100e9) == "synchronous"
     assert region(0.3, 25e9) == "synchronous, codec"
-    assert region(0.3, 5e9) == "width 2, codec"
+    assert region(2.0, 1e9) == "synchronous, codec", "with 16 buckets"
+    assert region(0.3, 1e9) == "width 2, codec"
     assert region(0.3, 100e6) == "local steps"
 
 
