@@ -172,10 +172,10 @@ def _phase(phase: str, folder: Path, places: Sequence[Sequence[Any]], seconds: f
         "members": len(places),
         "seconds": round(took, 1),
         "connections": connections if phase == "strangers" else 0,
-        "core_share_median": float(np.median(shares)),
-        "core_share_most": max(shares),
+        "core_share_median": round(float(np.median(shares)), 5),
+        "core_share_most": round(max(shares), 5),
         "descriptors_most": max(one["descriptors"] for one in found),
-        "resident_mb_most": max(one["resident_bytes"] for one in found) / 1e6,
+        "resident_mb_most": round(max(one["resident_bytes"] for one in found) / 1e6, 1),
         "changes": max(one["generation"] for one in found),
         "members_least": min(one["members"] for one in found),
     }
