@@ -69,7 +69,8 @@ REFUSED = {
     "overwrite": "", "dry-run": "", "device": "cuda", "secret-file": "job.key",
     "timeout": "3", "stall-seconds": "3", "farewell-seconds": "3",
     "on-nonfinite": "skip", "check-replicas": "3", "checkpoint-seconds": "3", "checkpoint-iterations": "3",
-    "keep-checkpoints": "5", "trace": "", "log-messages": "", "recorder": "os:getcwd", "elastic": "2", "wait": "3", "silence": "5",
+    "keep-checkpoints": "5", "trace": "", "log-messages": "", "recorder": "os:getcwd", "elastic": "2", "wait": "3",
+    "silence": "5",
 }  # fmt: skip
 """Options that are refused, with a value and what it goes with."""
 
