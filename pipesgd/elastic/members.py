@@ -21,6 +21,7 @@ from pipesgd.comm.greeting import Wrap
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.letters import Goodbye, Result, Value, Wish
 from pipesgd.errors import DeadlineExceeded, LeftBehind, NotEnoughMembers, RunError
+from pipesgd.membership import heartbeat
 from pipesgd.membership.change import State
 from pipesgd.membership.generation import Record, first_record
 from pipesgd.membership.messages import (
@@ -39,13 +40,17 @@ from pipesgd.membership.messages import (
 )
 from pipesgd.membership.peers import TICK_SECONDS, Peers
 from pipesgd.membership.protocol import Member
-from pipesgd.process import say
+from pipesgd.process import end_at_once, say
 from pipesgd.ranks import Ranks
 
 SIGNALS_SECONDS = 2.0
 """Seconds in which all members must be asked to stop to end together, with a checkpoint of all."""
 CONNECTED_SECONDS = 0.005
 """Seconds between two looks whether all members are connected."""
+HANGS_SECONDS = 5.0
+"""Seconds that a process that hangs has to notice that it was left behind, before it is ended."""
+SOON = 0.75
+"""Share of the time that ranks wait after which one that hangs leaves."""
 GOODBYE_SECONDS = 2.0
 """Seconds in which the last letters must have left."""
 
@@ -106,6 +111,8 @@ class Members:
         """Times at which members were asked to stop by a signal."""
         self._answered: set[int] = set()
         """Members whose first heartbeat was answered at once, so that their lease begins."""
+        self._leaves_at: float | None = None
+        """Time at which this process began to leave because it hangs."""
         self._is_stuck = False
         self._is_over = False
         """True once a member has done its work: all have, so nobody is missed any more."""
@@ -304,7 +311,7 @@ class Members:
                 self._look_for_signals(member, clock())
                 member.tick(clock())
                 self._note_state(member)
-                self._share_standing(member.record, time.monotonic())
+                self._share_standing(member, clock())
             due = due if now < due else now + TICK_SECONDS
             while self._events:
                 self._events.popleft()(self._member, clock())
@@ -417,10 +424,25 @@ class Members:
         """Return True if all members are known to have been asked to stop."""
         return all(peer in self._wishes for peer in member.record.members)
 
-    def _share_standing(self, record: Record, now: float) -> None:
-        """Let the others know what this process does: who makes progress is waited for longer in an exchange."""
-        if self.me in record.members:
-            self.share(record.number, f"beat/{record.members.index(self.me)}", self._standing.beat(now).encode())
+    def _share_standing(self, member: Member, now: float) -> None:
+        """Let the others know what this process does: who makes progress is waited for longer in an exchange.
+
+        If it does nothing while all others have waited for it, it leaves, since they would all end otherwise.
+        """
+        record, own = member.record, self._standing.beat(time.monotonic())
+        if self.me not in record.members:
+            return
+        keys = {one: f"beat/{place}" for place, one in enumerate(record.members)}
+        self.share(record.number, keys[self.me], own.encode())
+        told = self.shared(record.number, [key for one, key in keys.items() if one != self.me])
+        others = [beat for text in told.values() if (beat := heartbeat.Beat.decode(text.encode()))]
+        hangs = len(others) == len(record.members) - 1 and is_missed(own, others, self._standing.timeout)
+        if hangs and not member.vote.leaves and member.state is not State.OUT:
+            say(f"rank {self.me}: {own.place()}, while all others wait for it: it leaves")
+            self._leaves_at = time.monotonic()
+            member.leave(now)
+        if self._leaves_at is not None and time.monotonic() > self._leaves_at + HANGS_SECONDS:
+            end_at_once(f"rank {self.me}: its main thread does not end, so the process ends at once")
 
     def _note_state(self, member: Member) -> None:
         """Say once when no majority is in reach, or again when one is."""
@@ -435,6 +457,17 @@ class Members:
         members = member.record.members
         here = len(member.peers.living(members, now))
         return f"rank {self.me}: {here} of {len(members)} ranks of generation {member.record.number} are here"
+
+
+def is_missed(own: heartbeat.Beat, others: Sequence[heartbeat.Beat], timeout: float) -> bool:
+    """Return True if a rank has done nothing for so long that all ``others``, who wait for it, would soon end.
+
+    They wait for a sum for ``timeout`` seconds, and longer for an exchange, before which ranks evaluate or write.
+    """
+    sums = any(one.phase.endswith("all-reduce") for one in others)
+    limit = SOON * (timeout if sums else heartbeat.LONGEST_PHASE * timeout)
+    waited = all(one.waiting and one.seconds >= limit for one in others)
+    return bool(others) and waited and not own.waiting and own.seconds >= limit
 
 
 def clock() -> float:

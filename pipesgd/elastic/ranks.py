@@ -140,7 +140,7 @@ class ElasticRanks(GenerationRanks):
             told += len(new)
             part = span.slice_of(iteration, members.me)
             assert part is not None, "this rank is a member"
-            self._next = iteration + 1
+            self._next, self.iteration = iteration + 1, iteration
             yield Share(iteration, part, self.rank, self.world_size, tuple(one for each in new for one in each.lost))
         members.stop_listening()
 

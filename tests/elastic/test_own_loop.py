@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -18,7 +19,9 @@ from torch import nn
 import pipesgd
 from experiments.forked_ranks import rank_environment, store
 from pipesgd import elastic, replicas
+from pipesgd.elastic.members import is_missed
 from pipesgd.errors import UserInputError
+from pipesgd.membership.heartbeat import Beat
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow
@@ -196,6 +199,61 @@ def test_a_wire_that_cannot_lose_ranks_is_refused(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused_before_anything_is_started(given: dict[str, Any], line: str) -> None:
     with pytest.raises(UserInputError, match=line):
         elastic.join(**given)
+
+
+# ---- A rank that hangs
+
+TIMEOUT = 6.0
+"""Seconds that ranks wait for a sum."""
+
+
+def _hang(folder: Path, wire: pipesgd.Wire) -> None:
+    """Rank 1 stays in its computation for ever; its other threads live."""
+    ranks = elastic.join(least=2)
+    ranks.timeout = TIMEOUT
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire) as pipeline:
+        for share in ranks.iterations(ITERATIONS):
+            while ranks.members.me == KILLED and share.iteration == AT:
+                time.sleep(0.1)
+            model(torch.ones(2, 3)).sum().backward()
+            pipeline.step()
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(ranks.world_size), encoding="utf-8")
+
+
+def test_a_rank_that_hangs_leaves_and_ends(tmp_path: Path) -> None:
+    codes = _run(tmp_path, pipesgd.Wire(transport="tcp", timeout=TIMEOUT), _hang)
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert codes == [0, 1, 0], log
+    assert [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2)] == [2, 2]
+    assert re.search(
+        r"^rank 1: compute of iteration 15 for \d s, while all others wait for it: it leaves$", log, re.MULTILINE
+    )
+    assert "rank 1: its main thread does not end, so the process ends at once" in log
+
+
+def _beat(phase: str, seconds: float, *, waiting: bool) -> Beat:
+    return Beat(0, 7, phase, waiting, seconds)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "missed"),
+    [
+        (("compute", 8.0, False), [("all-reduce", 8.0, True)] * 2, True),
+        (("compute", 7.0, False), [("all-reduce", 8.0, True)] * 2, False),
+        (("compute", 8.0, False), [("all-reduce", 8.0, True), ("compute", 8.0, False)], False),
+        (("compute", 8.0, False), [("all-reduce", 8.0, True), ("all-reduce", 7.0, True)], False),
+        (("all-reduce", 8.0, True), [("all-reduce", 8.0, True)] * 2, False),
+        (("checkpoint", 70.0, False), [("exchange of members", 70.0, True)] * 2, False),
+        (("checkpoint", 80.0, False), [("exchange of members", 80.0, True)] * 2, True),
+        (("compute", 8.0, False), [], False),
+    ],
+)
+def test_who_is_missed_by_all_others_has_hung(own: Any, others: list[Any], missed: bool) -> None:
+    """Ranks wait for 10 seconds."""
+    beats = [_beat(phase, seconds, waiting=waiting) for phase, seconds, waiting in others]
+    assert is_missed(_beat(own[0], own[1], waiting=own[2]), beats, 10.0) == missed
 
 
 # ---- What a unit's result shows
