@@ -22,7 +22,7 @@ from pipesgd.data.augmentation import Augmentation, batch_seed, epoch_seed
 from pipesgd.data.samples import Batch, BatchedDataset, on_tensors
 from pipesgd.errors import DatasetError, UserInputError
 from pipesgd.functions import in_one_line
-from pipesgd.membership.record import Record, Span
+from pipesgd.membership.record import Record, Slices
 
 Asked: TypeAlias = tuple[int, torch.Tensor]
 """An epoch, and the samples of a batch in it, int64 (B,)."""
@@ -123,7 +123,7 @@ class ShardedBatches:
             record = replace(record, length=slices // first * first or slices)  # data may be fewer than they were
         self.record = record.changed(iteration, ranks)
 
-    def follow(self, span: Span, rank: int) -> None:
+    def follow(self, span: Slices, rank: int) -> None:
         """Let this rank be number ``rank`` in ``span``, which begins with the next iteration that is asked for."""
         self.record, self._rank = self.record.followed_by(span), rank
 

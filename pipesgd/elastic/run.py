@@ -10,7 +10,7 @@ from typing import Any
 from pipesgd.elastic.ranks import ElasticRanks
 from pipesgd.errors import NotEnoughMembers, StoppedBySignal, UserInputError, named
 from pipesgd.membership.generation import Record, Span, first_record
-from pipesgd.membership.record import Span as Slices
+from pipesgd.membership.record import Slices
 from pipesgd.optim.build import follow
 from pipesgd.process import say
 from pipesgd.run.evaluation import Evaluation

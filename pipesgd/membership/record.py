@@ -19,7 +19,7 @@ def former_ranks(before: int, rank: int, world_size: int) -> range:
     return range(rank, before, world_size)
 
 
-class Span(NamedTuple):
+class Slices(NamedTuple):
     """Iterations from ``first`` on, in which the same ranks train."""
 
     first: int
@@ -48,13 +48,13 @@ class Record:
 
     length: int
     """Number of slices in an epoch."""
-    spans: tuple[Span, ...]
+    spans: tuple[Slices, ...]
     """Spans in the order of their iterations; the first one begins with iteration 0."""
 
     @classmethod
     def begun(cls, length: int, ranks: int) -> Self:
         """Return the record of a training that this many ``ranks`` begin, with epochs of ``length`` slices."""
-        return cls(length, (Span(0, ranks, 0),))
+        return cls(length, (Slices(0, ranks, 0),))
 
     def changed(self, iteration: int, ranks: int) -> Self:
         """Return the record in which this many ``ranks`` train from ``iteration`` on; itself if they do so already."""
@@ -63,13 +63,13 @@ class Record:
             return self
         return self.followed_by(self.next_span(iteration, ranks))
 
-    def next_span(self, iteration: int, ranks: int) -> Span:
+    def next_span(self, iteration: int, ranks: int) -> Slices:
         """Return the span in which this many ``ranks`` take what the iterations before ``iteration`` leave."""
         before = self._span(iteration)
         rest = before.given_back[(iteration - before.first) * before.ranks :]
-        return Span(iteration, ranks, self.given(iteration), rest)
+        return Slices(iteration, ranks, self.given(iteration), rest)
 
-    def followed_by(self, span: Span) -> Self:
+    def followed_by(self, span: Slices) -> Self:
         """Return the record in which ``span`` follows what is before it."""
         earlier = itertools.takewhile(lambda one: one.first < span.first, self.spans)
         return replace(self, spans=(*earlier, span))
@@ -105,8 +105,8 @@ class Record:
 
     def continued(self, state: Mapping[str, Any]) -> Self:
         """Return the record with these epochs and the spans of a ``state_dict``."""
-        spans = [Span(first, ranks, given, tuple(*back)) for first, ranks, given, *back in state["spans"]]
+        spans = [Slices(first, ranks, given, tuple(*back)) for first, ranks, given, *back in state["spans"]]
         return replace(self, spans=tuple(spans))
 
-    def _span(self, iteration: int) -> Span:
+    def _span(self, iteration: int) -> Slices:
         return next(span for span in reversed(self.spans) if span.first <= iteration)
