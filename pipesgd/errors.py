@@ -26,7 +26,10 @@ from typing import Self
 
 from pipesgd.process import say
 
-OURS = ("pipesgd", "torch", "contextlib")
+OURS = (
+    *("pipesgd", "torch", "contextlib"),
+    *("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers"),
+)
 """Packages whose lines are not the program's."""
 
 

@@ -158,7 +158,10 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
     given = parser.parse_args(argv)
     if given.elastic:
         for action in parser._actions:
-            if action.dest not in ELASTIC_OPTIONS and getattr(given, action.dest, action.default) != action.default:
+            default = action.default  # of an environment variable it is text
+            if isinstance(default, str) and callable(action.type):
+                default = action.type(default)
+            if action.dest not in ELASTIC_OPTIONS and getattr(given, action.dest, default) != default:
                 name = action.option_strings[0]
                 raise UserInputError(f"{name} must be left out with --elastic, which does without torch's agent")
         least, _, most = given.nnodes.partition(":")

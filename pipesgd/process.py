@@ -151,6 +151,11 @@ def end_at_once(line: str) -> NoReturn:
     os._exit(1)
 
 
+def ends_by_exception() -> bool:
+    """Return True at the end of a program that an exception has ended; an interactive session has seen many."""
+    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal; that of a real-time signal without one is its number."""
     try:

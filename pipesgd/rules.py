@@ -132,6 +132,8 @@ TRAINING: tuple[Rule, ...] = (
      "wait must be left out without --elastic, to which it belongs; got {o.wait:g}"),
     (lambda o: o.silence is not None and o.elastic is None,
      "silence must be left out without --elastic, to which it belongs; got {o.silence:g}"),
+    (lambda o: o.silence is not None and o.silence >= o.timeout,
+     "silence must be less than --timeout, {o.timeout:g}, after which ranks give up a sum; got {o.silence:g}"),
     (lambda o: o.local_steps > 1 and o.accumulation > 1,
      "accumulation must be 1 with --local-steps, the other way to exchange less often; got {o.accumulation}"),
     (lambda o: o.corrects and o.optimizer == "nesterov",

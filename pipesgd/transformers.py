@@ -78,7 +78,7 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
         callbacks = self._trainer.callback_handler.callbacks
         if (number := sum(isinstance(one, PipesgdCallback) for one in callbacks)) > 1:
             raise UserInputError(f"PipesgdCallback must be added to the Trainer once; got {number} of them")
-        if args.parallel_mode != ParallelMode.DISTRIBUTED and launched_ranks() > 1:
+        if args.parallel_mode != ParallelMode.DISTRIBUTED and launched_ranks() > 1 and args.device.type == "cpu":
             raise UserInputError(
                 "TrainingArguments must have use_cpu=True on a machine without a GPU, since else the Trainer does not "
                 f"wrap its model in DistributedDataParallel; got use_cpu={args.use_cpu}"

@@ -25,6 +25,10 @@ OF_THE_COMMAND = [
         "hierarchical",
     ),
     ("--wait 3", "wait must be left out without --elastic, to which it belongs; got 3"),
+    (
+        "--elastic 2 --transport tcp --silence 9 --timeout 8",
+        "silence must be less than --timeout, 8, after which ranks give up a sum; got 9",
+    ),
     ("--silence 5", "silence must be left out without --elastic, to which it belongs; got 5"),
     ("--elastic 2 --strategy local", "strategy must be pipelined with --elastic; got local"),
     ("--elastic 2", "transport must be tcp or tls with --elastic, since gloo's waits cannot be ended; got gloo"),

@@ -31,6 +31,7 @@ from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import WHOLE, Layout, Outgoing
 from pipesgd.pipeline.on_pipeline import taken_over
 from pipesgd.pipeline.sameness import check_same_products, check_same_settings, plain, settings_of
+from pipesgd.process import ends_by_exception
 from pipesgd.ranks import current
 from pipesgd.reducers.base import OfParameters, added_by_place, added_up, as_real
 from pipesgd.rules import CODEC, check_rules, options_of_sections
@@ -322,7 +323,7 @@ class CompressedBuckets:
 def _end_proof(compressed: Callable[[], CompressedBuckets | None]) -> None:
     """Say what the exchanges have cost, also if the program ends without ``close``."""
     found = compressed()
-    if found is not None and found._proof is not None:
+    if found is not None and found._proof is not None and not (found.flight.thread.failed or ends_by_exception()):
         found._proof.end()
 
 

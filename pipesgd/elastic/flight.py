@@ -52,6 +52,10 @@ class ElasticFlight(Flight[Known]):
                     "parameters of two dtypes must not have equally many values with --elastic and a codec (other "
                     f"--buckets may help); got {sizes}"
                 )
+        assert isinstance(ranks, ElasticRanks)
+        if wire.timeout is not None:
+            for one in (ranks, ranks.units.ranks):
+                one.timeout = wire.timeout  # also by which a member knows that it is missed
         super().__init__(ranks, layout, codec, wire, **others)
 
     def _make_thread(self) -> CommunicationThread:
@@ -64,6 +68,9 @@ class ElasticFlight(Flight[Known]):
         self._handed_over: list[dict[int, Tensor]] = []
         """Values left out of sums that the last member's next gradient gets, since it sums nothing any more."""
         self._is_connected = False
+        self.ahead: int | None = None
+        """Iterations by which the record is ahead of the pipeline, which may begin from 0 in a run that continues; None
+        before the first."""
         return self.ranks.units.thread
 
     def _connect(self, ranks: Ranks) -> None:
@@ -96,6 +103,8 @@ class ElasticFlight(Flight[Known]):
 
     def next_outgoing(self, iteration: int) -> Outgoing:
         self._take_what_was_handed_over()
+        if self.ahead is None:
+            self.ahead = self.ranks.iteration_of_loop(iteration) - iteration
         return super().next_outgoing(iteration)
 
     # ---- Units
@@ -225,7 +234,7 @@ class _Bucket:
         self._bucket = outgoing.buffer.buckets[number]
         self._start = time.perf_counter()
         self._norms_before = len(outgoing.norms)
-        self.settles = None if compare is None else outgoing.iteration + 1
+        self.settles = None if compare is None else outgoing.iteration + (flight.ahead or 0) + 1
         """Number of iterations whose means are there with this one; None if it is not the last one of a gradient."""
         self._is_alone = flight.connections.ranks.world_size == 1
         if not self._is_alone:  # else nobody is left who could be lost

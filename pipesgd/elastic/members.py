@@ -11,10 +11,12 @@ connections and no threads; all of these are here. Three threads meet:
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipesgd.comm.greeting import Wrap
@@ -38,7 +40,7 @@ from pipesgd.membership.messages import (
     Supply,
     Take,
 )
-from pipesgd.membership.peers import TICK_SECONDS, Peers
+from pipesgd.membership.peers import SILENT_SECONDS, TICK_SECONDS, Peers
 from pipesgd.membership.protocol import Member
 from pipesgd.process import end_at_once, say
 from pipesgd.ranks import Ranks
@@ -49,8 +51,11 @@ CONNECTED_SECONDS = 0.005
 """Seconds between two looks whether all members are connected."""
 HANGS_SECONDS = 5.0
 """Seconds that a process that hangs has to notice that it was left behind, before it is ended."""
-SOON = 0.75
-"""Share of the time that ranks wait after which one that hangs leaves."""
+SUM_DEADLINES, EXCHANGE_DEADLINES = 1.5, 0.9 * heartbeat.LONGEST_PHASE
+"""Deadlines that others wait for a sum, and for another exchange, after which a rank that hangs leaves. They give up a
+sum with the second deadline, and an exchange, before which ranks evaluate or write, after more of them."""
+STOPPED_SECONDS = 2.0
+"""Seconds by which a tick is late if this process was stopped."""
 GOODBYE_SECONDS = 2.0
 """Seconds in which the last letters must have left."""
 
@@ -111,8 +116,13 @@ class Members:
         """Times at which members were asked to stop by a signal."""
         self._answered: set[int] = set()
         """Members whose first heartbeat was answered at once, so that their lease begins."""
-        self._leaves_at: float | None = None
-        """Time at which this process began to leave because it hangs."""
+        self.is_summing: Callable[[], bool] = lambda: False
+        """Function that returns True while the communication thread does a unit: this rank is in it then."""
+        self._hung: tuple[Any, float] | None = None
+        """Phase in which this process hangs, and the time at which it began to leave therefore."""
+        self._awake_since = time.monotonic()
+        """Time from which on this process has run without a stop."""
+        self._stuck_since = math.inf
         self._is_stuck = False
         self._is_over = False
         """True once a member has done its work: all have, so nobody is missed any more."""
@@ -121,6 +131,8 @@ class Members:
         """State machine, from the start on."""
         self._early: list[tuple[int, Message]] = []
         """Messages that came before the start, from members that had started."""
+        self._ended_early: list[int] = []
+        """Members that ended while this one was starting."""
         self._control = ControlConnections(
             ranks, wrap, on_letter=self._hear, on_sign=self._on_sign, on_end=self._on_end, on_break=self._on_break
         )
@@ -157,6 +169,8 @@ class Members:
             early, self._early = self._early, []
             for peer, message in early:
                 self._member.receive(peer, message, now)
+            for peer in self._ended_early:
+                self._member.gone(peer, now)
 
         self._post(begin)
 
@@ -307,6 +321,8 @@ class Members:
         due = time.monotonic()
         while not self._is_closed:
             now = time.monotonic()
+            if now > due + STOPPED_SECONDS:
+                self._awake_since = now
             if now >= due and not self._is_over and (member := self._member) is not None:
                 self._look_for_signals(member, clock())
                 member.tick(clock())
@@ -390,6 +406,8 @@ class Members:
     def _on_end(self, peer: int) -> None:
         if self._member is not None:
             self._member.gone(peer, clock())
+        elif self.has_started:
+            self._ended_early.append(peer)
         elif not self._is_over:
             self.give_up(RunError(f"rank {self.me}: the process of rank {peer} has ended before training has begun"))
             self.interrupt()
@@ -436,17 +454,28 @@ class Members:
         self.share(record.number, keys[self.me], own.encode())
         told = self.shared(record.number, [key for one, key in keys.items() if one != self.me])
         others = [beat for text in told.values() if (beat := heartbeat.Beat.decode(text.encode()))]
-        hangs = len(others) == len(record.members) - 1 and is_missed(own, others, self._standing.timeout)
-        if hangs and not member.vote.leaves and member.state is not State.OUT:
+        since = time.monotonic() - self._awake_since  # time in which this process was stopped is no reproach
+        all_told = len(others) == len(record.members) - 1 and not self.is_summing()
+        hangs = all_told and is_missed(replace(own, seconds=min(own.seconds, since)), others, self._standing.timeout)
+        if hangs and not member.vote.leaves and member.state is State.ACTIVE:
             say(f"rank {self.me}: {own.place()}, while all others wait for it: it leaves")
-            self._leaves_at = time.monotonic()
+            self._hung = self._standing.phase, time.monotonic()
             member.leave(now)
-        if self._leaves_at is not None and time.monotonic() > self._leaves_at + HANGS_SECONDS:
-            end_at_once(f"rank {self.me}: its main thread does not end, so the process ends at once")
+        if self._hung is not None:
+            phase, left = self._hung
+            if phase != self._standing.phase:  # it has continued
+                self._hung = None
+            elif time.monotonic() > left + HANGS_SECONDS:
+                end_at_once(f"rank {self.me}: its main thread does not end, so the process ends at once")
 
     def _note_state(self, member: Member) -> None:
         """Say once when no majority is in reach, or again when one is."""
-        is_stuck = member.state is State.STUCK
+        if member.state is not State.STUCK:
+            self._stuck_since = math.inf
+        self._stuck_since = min(self._stuck_since, time.monotonic())
+        # Before, others may be waited for who are silent, and not lost yet.
+        says_since = self._stuck_since + self._silence - SILENT_SECONDS
+        is_stuck = member.state is State.STUCK and time.monotonic() >= says_since
         if is_stuck and not self._is_stuck:
             say(f"{self._here()}: no majority. Waiting for the others (--wait {self.wait:g}); the state is kept")
         self._is_stuck = is_stuck
@@ -460,12 +489,9 @@ class Members:
 
 
 def is_missed(own: heartbeat.Beat, others: Sequence[heartbeat.Beat], timeout: float) -> bool:
-    """Return True if a rank has done nothing for so long that all ``others``, who wait for it, would soon end.
-
-    They wait for a sum for ``timeout`` seconds, and longer for an exchange, before which ranks evaluate or write.
-    """
+    """Return True if a rank has done nothing for so long that all ``others``, who wait for it, would soon end."""
     sums = any(one.phase.endswith("all-reduce") for one in others)
-    limit = SOON * (timeout if sums else heartbeat.LONGEST_PHASE * timeout)
+    limit = timeout * (SUM_DEADLINES if sums else EXCHANGE_DEADLINES)
     waited = all(one.waiting and one.seconds >= limit for one in others)
     return bool(others) and waited and not own.waiting and own.seconds >= limit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
@@ -16,6 +17,7 @@ from pipesgd.elastic.units import Units, gathered
 from pipesgd.elastic.values import SharedValues
 from pipesgd.errors import NotEnoughMembers, RunError, UserInputError, warn
 from pipesgd.membership.generation import Lost, Record, first_record
+from pipesgd.membership.heartbeat import Standing
 from pipesgd.membership.peers import SILENT_SECONDS
 from pipesgd.process import under_torchrun
 from pipesgd.ranks import Ranks
@@ -35,6 +37,17 @@ class GenerationRanks(Ranks):
 
     def watch(self, on_failure: Callable[[RunError], None], *, even_alone: bool = False) -> Callable[[], None]:
         return lambda: None  # members watch each other
+
+
+@dataclass
+class _Unseen(Standing):
+    """Standing of the communication thread, which stays as it is: what this process does, the main thread's shows."""
+
+    def enter(self, phase: str, now: float, *, waiting: bool = False) -> tuple[str, bool, float]:
+        return self.phase
+
+    def resume(self, phase: tuple[str, bool, float]) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,8 @@ class ElasticRanks(GenerationRanks):
     _in_whole: bool = field(default=False, init=False, repr=False)
     _next: int = field(default=0, init=False, repr=False)
     """Iteration after the one that was yielded last."""
+    _yielded: int | None = field(default=None, init=False, repr=False)
+    """Iteration that was yielded last."""
 
     is_elastic: ClassVar[bool] = True
 
@@ -140,9 +155,13 @@ class ElasticRanks(GenerationRanks):
             told += len(new)
             part = span.slice_of(iteration, members.me)
             assert part is not None, "this rank is a member"
-            self._next, self.iteration = iteration + 1, iteration
+            self._next, self._yielded, self.iteration = iteration + 1, iteration, iteration
             yield Share(iteration, part, self.rank, self.world_size, tuple(one for each in new for one in each.lost))
         members.stop_listening()
+
+    def iteration_of_loop(self, otherwise: int) -> int:
+        """Return the iteration that was yielded last; ``otherwise`` where ``iterations`` is not used."""
+        return otherwise if self._yielded is None else self._yielded
 
     def state_dict(self) -> dict[str, Any]:
         """Return, for JSON, which samples the iterations so far have taken, to continue in another run.
@@ -156,10 +175,13 @@ class ElasticRanks(GenerationRanks):
 
     def begin(self, iteration: int) -> Record:
         """Begin ``iteration``; return the generation that it belongs to. It waits while a change is under way."""
+        self.enter("change of members", waiting=True)
         try:
             return self.members.begin(iteration)
         except Interrupted:
             raise self.members.failure or RunError(f"rank {self.members.me}: its membership has ended") from None
+        finally:
+            self.enter("compute")
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +194,11 @@ class ElasticRanks(GenerationRanks):
         return self
 
     def all_gather_object(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
-        found, record = self.units.call(gathered(what, value, within=within, close_by=close_by))
+        phase = self.standing.enter(f"exchange of {what}", time.monotonic(), waiting=True)
+        try:
+            found, record = self.units.call(gathered(what, value, within=within, close_by=close_by))
+        finally:
+            self.standing.resume(phase)
         self.see(record)
         return found
 
@@ -251,7 +277,7 @@ def _of_generation(own: ElasticRanks, record: Record) -> Ranks:
         rank=record.members.index(members.me),
         world_size=len(record.members),
         store=SharedValues(members, record.number),
-        standing=own.standing,
+        standing=_Unseen(own.timeout),
         secret=own.secret,
         by_torchrun=False,
         numbers=record.members,

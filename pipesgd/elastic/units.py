@@ -85,9 +85,11 @@ class Units:
         self._settled = 0
         """Number of iterations whose means this process has."""
         self._results: deque[tuple[int, Result]] = deque(maxlen=RESULTS_KEPT)
+        self._is_running = False
         self._lock = threading.Lock()
         members.result_of = self._result_of
         members.interrupt = self._interrupt
+        members.is_summing = lambda: self._is_running
 
     # ---- For the main thread
 
@@ -119,11 +121,14 @@ class Units:
 
     def run(self, unit: Unit[T]) -> tuple[T, Record]:
         """Do ``unit``; return its value, and the generation that has done it."""
+        self._is_running = True
         try:
             return self._run(unit)
         except BaseException as failure:
             self.members.give_up(failure)  # the main thread may wait for the end of a change
             raise
+        finally:
+            self._is_running = False
 
     def _run(self, unit: Unit[T]) -> tuple[T, Record]:
         number = self._newest + 1
@@ -203,12 +208,4 @@ class Units:
 
 def gathered(what: str, value: Any, *, within: float, close_by: bool) -> Callable[[Ranks], list[Any]]:
     """Return the call that gathers every rank's ``value``; see ``Ranks.all_gather_object``."""
-
-    def gather(ranks: Ranks) -> list[Any]:
-        phase = ranks.standing.phase
-        try:
-            return ranks.all_gather_object(what, value, within=within, close_by=close_by)
-        finally:
-            ranks.standing.resume(phase)  # also where a change of members has ended the wait
-
-    return gather
+    return lambda ranks: ranks.all_gather_object(what, value, within=within, close_by=close_by)

@@ -495,8 +495,10 @@ class _Ends:
 
     def end_unclosed(self) -> None:
         """End what is open when the program ends; a thread in a wait of gloo's would abort it."""
-        self._unclosed()
-        self.end(together=False)
+        try:
+            self._unclosed()
+        finally:
+            self.end(together=False)
 
 
 def _as_it_is(number: Tensor) -> Tensor:

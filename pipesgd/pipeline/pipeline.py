@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -35,6 +34,7 @@ from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsid
 from pipesgd.pipeline.update import Guessed, Update, clipping_of
 from pipesgd.pipeline.width import make_width
 from pipesgd.pipeline_config import Buffers
+from pipesgd.process import ends_by_exception
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.make import check_reducer
 from pipesgd.replicas import check_same_weights, combine_buffers, share_rank_0s_values
@@ -487,7 +487,7 @@ class Pipeline:
 
 
 def _say_unclosed() -> None:
-    if getattr(sys, "last_value", None) is not None:  # the program has ended by an exception, which is on the screen
+    if ends_by_exception():  # which is on the screen
         return
     warn(
         "a pipeline was not closed, so the gradients in flight are not applied: call close() at the end of the "

@@ -21,6 +21,7 @@ from pipesgd.report.page import write_report
 from pipesgd.run.files import write_text_atomically
 from pipesgd.run.output import REPORT_FILE
 
+PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".pdf")
 OUTPUT_HELP = "file of HTML to write"
 
 
@@ -74,7 +75,7 @@ def _written(path: Path, write: Callable[[], None]) -> None:
     Raises:
         UserInputError: it cannot be written, or is named as something else.
     """
-    if path.suffix and path.suffix.lower() not in (".html", ".htm"):
+    if path.suffix.lower() in PICTURES:
         raise UserInputError(
             f"output must be a file of HTML, such as {path.with_suffix('.html').name}; got {path.name}"
         )
