@@ -61,6 +61,8 @@ class Proposal:
     """Time at which those who had not answered were last asked."""
     base: int = -2
     """Base for which members were levelled. It never falls within a ballot: a result may be on its way to others."""
+    joiners_since: dict[int, float] = field(default_factory=dict)
+    """Times at which newcomers answered first."""
     complete: float | None = None
     """Time at which all members had answered; newcomers are waited for a little longer."""
     promises: dict[int, Promise] = field(default_factory=dict)
