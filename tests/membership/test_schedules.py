@@ -32,6 +32,11 @@ def test_no_schedule_breaks_an_invariant(first: int) -> None:
     assert block.generations_by_certain_deaths > 10
 
 
+def test_a_newcomer_on_a_slow_line_is_admitted() -> None:
+    """Its round trips are longer than what a proposer waited for newcomers that were behind: it was never level."""
+    World(194338).run()
+
+
 def violation(mistake: type[Trainer] | type[Member], seed: int) -> str:
     """Return how a schedule finds ``mistake``; empty if it does not."""
     trainer = mistake if issubclass(mistake, Trainer) else Trainer
