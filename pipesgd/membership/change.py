@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pipesgd.membership.generation import NO_BALLOT, Ballot, Record
 from pipesgd.membership.messages import Promise, Results
 
+LEVEL_TRIPS, MOST_RETRIES = 4, 3
+"""Round trips, and at most retries, for which a newcomer that has answered is waited for."""
+
 
 class State(enum.Enum):
     """State of a member."""
@@ -70,3 +73,14 @@ class Proposal:
     """Base that each member was last told to fetch."""
     value: Record | None = None
     accepted: set[int] = field(default_factory=set)
+
+    def joiners_until(self, retry: float) -> float:
+        """Return the time until which newcomers may be behind, once all members have answered.
+
+        A newcomer answers, fetches what it misses, and answers again: that takes ``LEVEL_TRIPS`` round trips such as
+        that of its first answer, of which no more is known, or half of what members have until a step is tried again.
+        """
+        assert self.complete is not None
+        trip = max((first - self.since for first in self.joiners_since.values()), default=0.0)
+        patience = max(retry / 2, min(LEVEL_TRIPS * trip, MOST_RETRIES * retry))
+        return max([self.complete, *self.joiners_since.values()]) + patience

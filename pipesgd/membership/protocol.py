@@ -61,8 +61,6 @@ from pipesgd.membership.peers import BEAT_SECONDS, Peers, backoff
 
 BALLOT_RETRIES = 3
 """Retries after which a proposer that got no answer begins another ballot."""
-LEVEL_TRIPS = 4
-"""Round trips, the first answer's, in which a newcomer has fetched what it misses: two, of which each may be longer."""
 STUCK_RETRIES = 5
 """Retries after which a frozen member is called stuck."""
 
@@ -383,7 +381,7 @@ class Member:
         for one in answered:
             proposal.joiners_since.setdefault(one, now)
         waiting = [member for member in stay if proposal.promises[member].newest < base]
-        if now - max([proposal.complete, *proposal.joiners_since.values()]) <= self._patience(proposal, now):
+        if now <= proposal.joiners_until(self._retry(now)):
             waiting += [
                 one
                 for one in proposal.joiners
@@ -529,12 +527,6 @@ class Member:
 
     def _retry(self, now: float) -> float:
         return self.peers.retry_seconds(self._others(), now)
-
-    def _patience(self, proposal: Proposal, now: float) -> float:
-        """Return the seconds for which newcomers may be behind: they answer, fetch what they miss, and answer again."""
-        retry = self._retry(now)
-        trip = max((first - proposal.since for first in proposal.joiners_since.values()), default=0.0)
-        return max(retry / 2, min(LEVEL_TRIPS * trip, BALLOT_RETRIES * retry))
 
     def _own(self, answer: Promise | Accepted) -> Proposal | None:
         """Return this member's proposal if ``answer`` is one to it."""
