@@ -245,7 +245,7 @@ class ScheduleFree(torch.optim.SGD):
 def transformers() -> dict[str, Any]:
     import pipesgd.transformers
 
-    plain, synchronous = make_trainer(FOLDER / "a"), make_trainer(FOLDER / "b", options={"width": 1})
+    plain, synchronous = make_trainer(FOLDER / "a"), make_trainer(FOLDER / "b", options={"width": 1, "codec": "fp32"})
     plain.train()
     synchronous.train()
     late = make_trainer(FOLDER / "c", options=OPTIONS, eval_strategy="steps", eval_steps=5)
