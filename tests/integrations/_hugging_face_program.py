@@ -274,6 +274,16 @@ def transformers() -> dict[str, Any]:
         pipesgd.transformers.PipesgdCallback(late, updates=Updates(clip_norm=1.0))
     except UserInputError as error:
         found["refused"] = str(error)
+    try:
+        pipesgd.transformers.PipesgdCallback(late, codec="int7")
+    except UserInputError as error:
+        found["refused codec"] = str(error)
+    twice = make_trainer(FOLDER / "f", options=OPTIONS)
+    twice.add_callback(pipesgd.transformers.PipesgdCallback(twice))
+    try:
+        twice.train()
+    except UserInputError as error:
+        found["refused twice"] = str(error)
     modal = make_trainer(FOLDER / "e", options=OPTIONS)
     modal.optimizer = ScheduleFree(modal.model.parameters(), lr=1e-3)
     try:

@@ -68,6 +68,8 @@ def test_a_trainer_of_transformers_trains_evaluates_and_saves(windows: str, tmp_
         assert found["evaluations with true weights"]
         assert all(found["evaluations with true weights"])
         assert found["refused"] == "clip_norm must be left out, since the Trainer has max_grad_norm; got 1.0"
+        assert found["refused codec"].endswith("got 'int7' (did you mean int8?)")
+        assert found["refused twice"] == "PipesgdCallback must be added to the Trainer once; got 2 of them"
         assert found["refused optimizer"] == (
             "optimizer must not be schedule-free, except at width 1 without local steps: its train() and eval() change "
             "weights in place; got ScheduleFree"
