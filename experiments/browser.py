@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from pipesgd.errors import RunError, UserInputError
+from pipesgd.errors import UserInputError
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """Path of the browser; None where there is none."""
@@ -79,7 +78,7 @@ def boxes(folder: Path, page: str, width: int, height: int, selectors: dict[str,
 
     Elements that the page has not are left out. The page is served on loopback while this runs.
     """
-    with _opened(folder, page, (width, height), selectors) as told:
+    with _opened(folder, page, (width, height), selectors) as (_, told):
         return told.get(timeout=DEADLINE)
 
 
@@ -89,14 +88,11 @@ def picture(folder: Path, page: str, width: int, height: int | None = None) -> I
         height = math.ceil(boxes(folder, page, width, 900, {"page": "html"})["page"]["height"])
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "screen.png"
-        with _opened(folder, page, (width, height), {}, f"--screenshot={file}", "--virtual-time-budget=5000") as told:
-            told.get(timeout=DEADLINE)
-            end = time.monotonic() + DEADLINE
-            while not file.exists() or not file.stat().st_size:
-                if time.monotonic() > end:
-                    raise RunError(f"Chromium must have drawn {page} within {DEADLINE:.0f} s; it has not")
-                time.sleep(0.1)
-            time.sleep(0.5)
+        with _opened(folder, page, (width, height), {}, f"--screenshot={file}", "--virtual-time-budget=5000") as (
+            browser,
+            _,
+        ):
+            browser.wait(DEADLINE)  # it ends when it has drawn
             with Image.open(file) as drawn:
                 return drawn.convert("RGB").crop((0, 0, width, height))
 
@@ -104,8 +100,8 @@ def picture(folder: Path, page: str, width: int, height: int | None = None) -> I
 @contextlib.contextmanager
 def _opened(
     folder: Path, page: str, size: tuple[int, int], selectors: dict[str, str], *options: str
-) -> Iterator[queue.Queue[dict[str, dict[str, Any]]]]:
-    """Open a page of ``folder`` in a browser on a screen of ``size``, and yield the queue of what it tells."""
+) -> Iterator[tuple[subprocess.Popen[bytes], queue.Queue[dict[str, dict[str, Any]]]]]:
+    """Open a page of ``folder`` in a browser on a screen of ``size``; yield both it and the queue of what it tells."""
     if BROWSER is None:
         raise UserInputError("Chromium must be installed; got none of chromium, chromium-browser, google-chrome")
     width, height = size
@@ -121,7 +117,7 @@ def _opened(
             [BROWSER, *words, *options, window, url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            yield told
+            yield browser, told
         finally:
             browser.terminate()
             browser.wait()

@@ -15,26 +15,23 @@ import json
 import os
 import random
 import socket
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from experiments import command
-from experiments.forked_ranks import import_all, rank_environment, store
-from experiments.results import Row, save
-from pipesgd import elastic
+from experiments.forked_ranks import fork_rank, import_all, store
+from experiments.results import Row, save, write_json
+from pipesgd import elastic, keys
 from pipesgd.comm.greeting import HELLO, MAGIC
 from pipesgd.errors import RunError
 from pipesgd.membership.generation import first_record
-from pipesgd.membership.secret import new_line
 from pipesgd.ranks import Ranks
 
 MEMBERS, SECONDS, CONNECTIONS = 16, 30.0, 10_000
@@ -44,19 +41,19 @@ HELD = 200
 SETTLED_SECONDS = 2.0
 """Seconds before the measurement in which nothing of the start is left to be done."""
 DEADLINE_SECONDS = 300.0
+POLL_SECONDS = 0.25
+"""Seconds between two looks for a file: few, since they count as what a member costs."""
 PHASES = "alone", "strangers"
 SESSION_BYTES = 16
 """Bytes of a session's name in a greeting."""
 
 
-def member(rank: int, world_size: int, port: int, folder: Path) -> None:
-    """Be a member until the file "end" is there; write in each phase what this process costs."""
-    os.environ.update(rank_environment(rank, world_size, port, 0), PIPESGD_SECRET_FILE=str(folder / "secret"))
-    torch.set_num_threads(1)
-    ranks = elastic.join(least=1)
+def member(rank: int, world_size: int, folder: Path) -> int:
+    """Be a member until the file "end" is there; write in each phase what this process costs; return the exit code."""
+    ranks = elastic.join(least=1, secret_file=str(folder / "secret"))
     ranks.units.start(first_record(range(world_size)))
     place = ranks.members._control._listener.getsockname()  # what a stranger finds by trying all ports
-    (folder / f"{rank}.place").write_text(json.dumps(place), encoding="utf-8")
+    write_json(folder / f"{rank}.place", place)
     for phase in PHASES:
         wait_for(folder / f"{phase}.begins")
         begin, before = time.monotonic(), time.process_time()
@@ -69,21 +66,15 @@ def member(rank: int, world_size: int, port: int, folder: Path) -> None:
             "generation": ranks.members.record.number,
             "members": len(ranks.members.record.members),
         }
-        write_whole(folder / f"{rank}.{phase}", json.dumps(found))
+        write_json(folder / f"{rank}.{phase}", found)
     wait_for(folder / "end")
     ranks.close(in_order=True)
+    return 0
 
 
 def resident_bytes() -> int:
     """Return the bytes of this process's memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, whose file is whole or absent."""
-    aside = path.with_name(f"{path.name}.aside")
-    aside.write_text(text, encoding="utf-8")
-    aside.rename(path)
 
 
 def wait_for(path: Path) -> None:
@@ -96,7 +87,7 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         if time.monotonic() > end:
             raise RunError(f"{path.name} must be there within {DEADLINE_SECONDS:.0f} s; it is not")
-        time.sleep(0.25)
+        time.sleep(POLL_SECONDS)
 
 
 def texts_of(chance: random.Random) -> list[bytes]:
@@ -137,9 +128,11 @@ def measure(world_size: int, seconds: float, connections: int) -> list[Row]:
     import_all()
     with tempfile.TemporaryDirectory() as name, store() as port:
         folder = Path(name)
-        (folder / "secret").touch(0o600)
-        (folder / "secret").write_text(new_line(), encoding="utf-8")
-        pids = [_fork(rank, world_size, port, folder) for rank in range(world_size)]
+        keys.make(folder / "secret")
+        pids = [
+            fork_rank(partial(member, rank, world_size, folder), rank, world_size, folder, port)
+            for rank in range(world_size)
+        ]
         try:
             for rank in range(world_size):
                 wait_for(folder / f"{rank}.place")
@@ -179,23 +172,6 @@ def _phase(phase: str, folder: Path, places: Sequence[Sequence[Any]], seconds: f
         "changes": max(one["generation"] for one in found),
         "members_least": min(one["members"] for one in found),
     }
-
-
-def _fork(rank: int, world_size: int, port: int, folder: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        with (folder / "log").open("a", encoding="utf-8") as log:
-            sys.stdout = sys.stderr = log
-            try:
-                member(rank, world_size, port, folder)
-                code = 0
-            except BaseException:  # noqa: BLE001 (the process ends, and says why)
-                traceback.print_exc()
-    finally:
-        os._exit(code)
 
 
 def harm_of(rows: Sequence[Row]) -> str:

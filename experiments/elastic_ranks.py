@@ -20,17 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from experiments.forked_ranks import rank_environment, store
+from experiments.forked_ranks import fork_rank, store, trained
 from pipesgd.comm.tcp import TcpLinks
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.run import ElasticRun
-from pipesgd.exit import run_and_exit
 from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.run.checkpoint import Checkpoints
 
-train: Any = importlib.import_module("pipesgd.train")
 training: Any = importlib.import_module("pipesgd.training")
 
 COMPUTING, EVALUATION, CHECKPOINT = "computing", "evaluation", "checkpoint"
@@ -119,29 +115,18 @@ def run(
 
 
 def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, kills: Sequence[Kill]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code: object = 1
-    try:
-        sys.stdout = sys.stderr = log = (folder / "log").open("a", buffering=1, encoding="utf-8")
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-        os.environ.update(rank_environment(rank, world_size, port, 0))
-        torch.set_num_threads(1)
+    def train_here() -> object:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # of the process that has forked this one
-        faulthandler.dump_traceback_later(HANGS_SECONDS, file=log)
+        faulthandler.dump_traceback_later(HANGS_SECONDS, file=sys.stderr)
         done = _note_iterations()
         for kill in kills:
             if kill.rank == rank:
                 _arm(kill)
-        try:
-            run_and_exit(train.train, [*words.split(), "--output", str(folder / "run")])
-        except SystemExit as end:
-            code = end.code
+        code = trained(words, folder)
         (folder / f"iterations-{rank}.json").write_text(json.dumps(done), encoding="utf-8")
-    finally:
-        os._exit(code if isinstance(code, int) else 1)
+        return code
+
+    return fork_rank(train_here, rank, world_size, folder, port)
 
 
 def _note_iterations() -> list[tuple[int, float]]:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,24 @@ def store() -> Iterator[int]:
 
 
 def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, attempt: int, kill: Kill | None) -> int:
+    def train_here() -> object:
+        durations = record()
+        if kill is not None and kill.rank == rank:
+            arm(kill)
+        code = trained(words, folder)
+        if rank == 0:
+            (folder / DURATIONS_FILE).write_text(json.dumps(durations), encoding="utf-8")
+        return code
+
+    return fork_rank(train_here, rank, world_size, folder, port, attempt)
+
+
+def fork_rank(do: Callable[[], object], rank: int, world_size: int, folder: Path, port: int, attempt: int = 0) -> int:
+    """Fork a process that calls ``do`` as a rank of a job, with one thread, and return its id.
+
+    Its output goes to ``folder/log``, where an exception is printed. It ends with the code that ``do`` returns, or
+    with 1 if that is none.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -187,17 +206,20 @@ def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, attem
             os.dup2(log.fileno(), stream)
         os.environ.update(rank_environment(rank, world_size, port, attempt))
         torch.set_num_threads(1)
-        durations = record()
-        if kill is not None and kill.rank == rank:
-            arm(kill)
         try:
-            run_and_exit(train.train, [*words.split(), "--output", str(folder / "run")])
-        except SystemExit as end:
-            code = end.code
-        if rank == 0:
-            (folder / DURATIONS_FILE).write_text(json.dumps(durations), encoding="utf-8")
+            code = do()
+        except BaseException:  # noqa: BLE001 (the process ends, and says why)
+            traceback.print_exc()
     finally:
         os._exit(code if isinstance(code, int) else 1)  # skips the parent's clean-up
+
+
+def trained(words: str, folder: Path) -> object:
+    """Run ``pipesgd.train`` with ``words``, whose files go to ``folder/run``, and return its exit code."""
+    try:
+        run_and_exit(train.train, [*words.split(), "--output", str(folder / "run")])
+    except SystemExit as end:
+        return end.code
 
 
 def rank_environment(rank: int, world_size: int, port: int, attempt: int) -> dict[str, str]:

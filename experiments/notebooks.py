@@ -22,12 +22,12 @@ from rich.console import Console
 
 from experiments import command
 from experiments.results import REPOSITORY
+from experiments.style import save_small
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
 FOLDER = REPOSITORY / "notebooks"
 TIMEOUT = 300
-COLOURS = 64
 PICTURE = "image/png"
 MOST_DIFFERENT = 0.002
 """Mean difference of two pictures' pixels, as a fraction of 1, up to which they are the same: fonts may move by one."""
@@ -67,10 +67,10 @@ def run(path: Path, kernel: NotebookClient) -> Any:
 
 
 def smaller(picture: str) -> str:
-    """Return a picture, in base64, with ``COLOURS`` colours, which is a third of its size."""
+    """Return a picture, in base64, that is a third of its size."""
     file = io.BytesIO()
     whole = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
-    whole.quantize(COLOURS, dither=Image.Dither.NONE).save(file, "png", optimize=True)
+    save_small(whole, file)
     return base64.b64encode(file.getvalue()).decode()
 
 

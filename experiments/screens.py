@@ -22,6 +22,7 @@ from rich.console import Console
 from experiments import browser, command, forked_ranks
 from experiments.forked_ranks import TRAINING, Kill
 from experiments.results import REPOSITORY
+from experiments.style import save_small
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -40,13 +41,12 @@ REPORTS: dict[str, tuple[str, tuple[Kill, ...]]] = {
 }
 """Pictures of reports: options of the run, and its kills."""
 WIDTHS = {"": 1280, "_narrow": 400}
-COLOURS = 64
 
 
 def save(picture: Image.Image, name: str, folder: Path) -> Path:
-    """Write a picture with ``COLOURS`` colours, which is a third of its size."""
+    """Write a picture, and return its path."""
     path = folder / f"{name}.png"
-    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    save_small(picture, path)
     return path
 
 

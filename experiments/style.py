@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from PIL import Image
 
 STYLE = Path(__file__).with_name("pipesgd.mplstyle")
 
@@ -17,6 +19,7 @@ INDIGO, WINE, OLIVE = "#332288", "#882255", "#999933"
 """Three colours of Paul Tol's."""
 COLOURS = (GREY, VERMILLION, ORANGE, BLUE, GREEN, PURPLE, SKY, YELLOW, INDIGO, WINE, OLIVE)
 """Colours for things without a name, such as settings."""
+STORED_COLOURS = 64
 OVER_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 """Box of a text that may lie over lines."""
 
@@ -90,6 +93,11 @@ ALL_REDUCES = {
     "native": BLUE,
 }
 ALL_REDUCE_MARKERS = dict(zip(ALL_REDUCES, "s^vDo", strict=True))
+
+
+def save_small(picture: Image.Image, file: Path | IO[bytes]) -> None:
+    """Write a picture as PNG with ``STORED_COLOURS`` colours, which is a third of its size."""
+    picture.quantize(STORED_COLOURS, dither=Image.Dither.NONE).save(file, "png", optimize=True)
 
 
 def styled() -> AbstractContextManager[None]:

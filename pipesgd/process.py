@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, NamedTuple, NoReturn
+from typing import IO, NamedTuple
 
 EXIT_TERMINATED = 143
 EXIT_UNREAD = 141
@@ -143,12 +143,6 @@ def variables_of_rank(
         "MASTER_PORT": str(port),
         OWN_LAUNCHER: "1",
     }
-
-
-def end_at_once(line: str) -> NoReturn:
-    """Write ``line``, and end this process as one that has failed, whatever its threads do."""
-    say(line)
-    os._exit(1)
 
 
 def ends_by_exception() -> bool:

@@ -22,7 +22,7 @@ from pipesgd.codecs.options import BUCKET_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import BucketHook, check_dense_embeddings, check_model, done, gradients_of, register_comm_hook
-from pipesgd.ddp.proof import COMPRESS, Proof
+from pipesgd.ddp.proof import Proof
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, on_device, real_numel
 from pipesgd.functions import OWN, kind
@@ -31,7 +31,6 @@ from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import WHOLE, Layout, Outgoing
 from pipesgd.pipeline.on_pipeline import taken_over
 from pipesgd.pipeline.sameness import check_same_products, check_same_settings, plain, settings_of
-from pipesgd.process import ends_by_exception
 from pipesgd.ranks import current
 from pipesgd.reducers.base import OfParameters, added_by_place, added_up, as_real
 from pipesgd.rules import CODEC, check_rules, options_of_sections
@@ -122,7 +121,7 @@ class CompressedBuckets:
             wire,
             seed=seed,
             skips=options.remembers,
-            unclosed=functools.partial(_end_proof, weakref.ref(self)),
+            unclosed=functools.partial(_end_unclosed, weakref.ref(self)),
         )
         self._of_buckets: BucketHook | None = None
         try:
@@ -130,7 +129,8 @@ class CompressedBuckets:
             self.tally = Tally(self.flight.uncompressed_bytes())
             """Reports of all backward passes, which ``totals`` adds up."""
             self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
-            self._proof = Proof(COMPRESS, self.flight, options, self.tally, self._parameters, ddp_model)
+            trained = self._parameters
+            self._proof = Proof("compress", self.flight, options, self.tally, trained, ddp_model, hides=False)
         except BaseException:
             self._end()
             raise
@@ -221,7 +221,7 @@ class CompressedBuckets:
             if not flight.thread.failed:
                 with contextlib.suppress(UserInputError):  # closed before
                     flight.meet("close", self.iteration, flight.wait_for_all).result()
-                    _end_proof(lambda: self)
+                    self._end_proof()
         finally:
             self._end()
 
@@ -235,6 +235,10 @@ class CompressedBuckets:
             self.close()
         else:
             self._end()
+
+    def _end_proof(self) -> None:
+        if self._proof is not None:
+            self._proof.end()
 
     def _end(self) -> None:
         if self._of_buckets is not None:
@@ -320,11 +324,11 @@ class CompressedBuckets:
         }
 
 
-def _end_proof(compressed: Callable[[], CompressedBuckets | None]) -> None:
-    """Say what the exchanges have cost, also if the program ends without ``close``."""
+def _end_unclosed(compressed: Callable[[], CompressedBuckets | None]) -> None:
+    """Say what the exchanges have cost, if the program ends without ``close``."""
     found = compressed()
-    if found is not None and found._proof is not None and not (found.flight.thread.failed or ends_by_exception()):
-        found._proof.end()
+    if found is not None and not found.flight.thread.failed:
+        found._end_proof()
 
 
 class _Buckets(BucketedBuffer):

@@ -25,12 +25,8 @@ def check_model(ddp_model: DistributedDataParallel) -> None:
     Raises:
         UserInputError: it is another module, has a communication hook already, or reduces in mixed precision.
     """
-    compiled = isinstance(getattr(ddp_model, "_orig_mod", None), DistributedDataParallel)
-    remedy = ": compile what is inside, DistributedDataParallel(torch.compile(layers))" if compiled else ""
-    if isinstance(ddp_model, nn.Module) and not compiled:
-        remedy = ": wrap it before, DistributedDataParallel(model)"
     if not isinstance(ddp_model, DistributedDataParallel):
-        raise UserInputError(f"ddp_model must be a DistributedDataParallel; got {type(ddp_model).__name__}{remedy}")
+        raise UserInputError(_no_ddp(ddp_model))
     for hook, state in ddp_model._comm_hooks:
         if isinstance(state, BucketHook):
             if state.is_free:
@@ -39,6 +35,14 @@ def check_model(ddp_model: DistributedDataParallel) -> None:
         raise UserInputError(f"ddp_model must have no communication hook; got one with {hook.__qualname__}")
     if ddp_model.mixed_precision is not None:
         raise UserInputError("ddp_model must be made without mixed_precision=; use torch.autocast in the loop")
+
+
+def _no_ddp(model: Any) -> str:
+    """Return what to say of what is no DistributedDataParallel, and how it becomes one."""
+    remedy = ": wrap it before, DistributedDataParallel(model)" if isinstance(model, nn.Module) else ""
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        remedy = ": compile what is inside, DistributedDataParallel(torch.compile(layers))"
+    return f"ddp_model must be a DistributedDataParallel; got {type(model).__name__}{remedy}"
 
 
 def check_dense_embeddings(ddp_model: DistributedDataParallel) -> None:

@@ -19,8 +19,6 @@ from pipesgd.reducers.dense import DenseReducer
 from pipesgd.strategy import Tally
 from timing_model.units import format_bytes, format_seconds
 
-COMPRESS = "compress"
-"""The method of ``compress``, which hides nothing: it waits for each mean."""
 EMPTY, FULL = 5, 2
 """Numbers of sums of one value, and of ``PROBED`` ones, when a door is opened."""
 PROBED = 1 << 20
@@ -57,6 +55,7 @@ class Proof:
         parameters: the parameters that are trained, in the order of the forward pass; none if nothing is to be said
             about DDP.
         model: the model, and ``width`` its width, if its accuracy is to be spoken of.
+        hides: False for a method that waits for each mean.
     """
 
     def __init__(
@@ -68,9 +67,11 @@ class Proof:
         parameters: Sequence[Tensor],
         model: nn.Module | None = None,
         width: int = 1,
+        *,
+        hides: bool = True,
     ):
         self._model, self._width, self._codec = model, width, codec.codec
-        self._overlaps = how != COMPRESS
+        self._hides = hides
         self._speaks = flight.ranks.rank == 0 and not os.environ.get(QUIET)
         self._tally = tally
         self._world_size = flight.ranks.world_size
@@ -99,7 +100,7 @@ class Proof:
             return
         hidden = f"{totals.hidden_share:.0%} of the communication hidden; ".replace("%", " %")
         text = (
-            f"pipesgd: {hidden if self._overlaps else ''}an iteration {format_seconds(totals.iteration_seconds)}, of "
+            f"pipesgd: {hidden if self._hides else ''}an iteration {format_seconds(totals.iteration_seconds)}, of "
             f"which {format_seconds(totals.waiting_seconds)} waiting"
         )
         if self._width > 1:

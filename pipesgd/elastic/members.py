@@ -11,7 +11,7 @@ connections and no threads; all of these are here. Three threads meet:
 from __future__ import annotations
 
 import functools
-import math
+import os
 import threading
 import time
 from collections import deque
@@ -23,6 +23,7 @@ from pipesgd.comm.greeting import Wrap
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.letters import Goodbye, Result, Value, Wish
 from pipesgd.errors import DeadlineExceeded, LeftBehind, NotEnoughMembers, RunError
+from pipesgd.exit import EXIT_FAILED
 from pipesgd.membership import heartbeat
 from pipesgd.membership.change import State
 from pipesgd.membership.generation import Record, first_record
@@ -42,7 +43,7 @@ from pipesgd.membership.messages import (
 )
 from pipesgd.membership.peers import SILENT_SECONDS, TICK_SECONDS, Peers
 from pipesgd.membership.protocol import Member
-from pipesgd.process import end_at_once, say
+from pipesgd.process import say
 from pipesgd.ranks import Ranks
 
 SIGNALS_SECONDS = 2.0
@@ -122,7 +123,8 @@ class Members:
         """Phase in which this process hangs, and the time at which it began to leave therefore."""
         self._awake_since = time.monotonic()
         """Time from which on this process has run without a stop."""
-        self._stuck_since = math.inf
+        self._stuck_since = time.monotonic()
+        """Time of the newest tick at which a majority was in reach."""
         self._is_stuck = False
         self._is_over = False
         """True once a member has done its work: all have, so nobody is missed any more."""
@@ -327,7 +329,7 @@ class Members:
                 self._look_for_signals(member, clock())
                 member.tick(clock())
                 self._note_state(member)
-                self._share_standing(member, clock())
+                self._look_for_hang(member, self._share_standing(member.record))
             due = due if now < due else now + TICK_SECONDS
             while self._events:
                 self._events.popleft()(self._member, clock())
@@ -442,37 +444,39 @@ class Members:
         """Return True if all members are known to have been asked to stop."""
         return all(peer in self._wishes for peer in member.record.members)
 
-    def _share_standing(self, member: Member, now: float) -> None:
-        """Let the others know what this process does: who makes progress is waited for longer in an exchange.
+    def _share_standing(self, record: Record) -> heartbeat.Beat:
+        """Let the others know what this process does, and return it: who makes progress is waited for longer."""
+        own = self._standing.beat(time.monotonic())
+        if self.me in record.members:
+            self.share(record.number, _beat_key(record, self.me), own.encode())
+        return own
 
-        If it does nothing while all others have waited for it, it leaves, since they would all end otherwise.
-        """
-        record, own = member.record, self._standing.beat(time.monotonic())
-        if self.me not in record.members:
-            return
-        keys = {one: f"beat/{place}" for place, one in enumerate(record.members)}
-        self.share(record.number, keys[self.me], own.encode())
-        told = self.shared(record.number, [key for one, key in keys.items() if one != self.me])
+    def _look_for_hang(self, member: Member, own: heartbeat.Beat) -> None:
+        """Leave if this process does nothing while all others have waited for it: they would all end otherwise."""
+        record, now = member.record, time.monotonic()
+        keys = [_beat_key(record, one) for one in record.members if one != self.me]
+        told = self.shared(record.number, keys)
         others = [beat for text in told.values() if (beat := heartbeat.Beat.decode(text.encode()))]
-        since = time.monotonic() - self._awake_since  # time in which this process was stopped is no reproach
-        all_told = len(others) == len(record.members) - 1 and not self.is_summing()
-        hangs = all_told and is_missed(replace(own, seconds=min(own.seconds, since)), others, self._standing.timeout)
+        awake = now - self._awake_since  # time in which this process was stopped is no reproach
+        all_told = len(others) == len(keys) and not self.is_summing()
+        hangs = all_told and is_missed(replace(own, seconds=min(own.seconds, awake)), others, self._standing.timeout)
         if hangs and not member.vote.leaves and member.state is State.ACTIVE:
             say(f"rank {self.me}: {own.place()}, while all others wait for it: it leaves")
-            self._hung = self._standing.phase, time.monotonic()
-            member.leave(now)
-        if self._hung is not None:
-            phase, left = self._hung
-            if phase != self._standing.phase:  # it has continued
-                self._hung = None
-            elif time.monotonic() > left + HANGS_SECONDS:
-                end_at_once(f"rank {self.me}: its main thread does not end, so the process ends at once")
+            self._hung = self._standing.phase, now
+            member.leave(clock())
+        if self._hung is None:
+            return
+        phase, left = self._hung
+        if phase != self._standing.phase:  # it has continued
+            self._hung = None
+        elif now > left + HANGS_SECONDS:
+            say(f"rank {self.me}: its main thread does not end, so the process ends at once")
+            os._exit(EXIT_FAILED)
 
     def _note_state(self, member: Member) -> None:
         """Say once when no majority is in reach, or again when one is."""
         if member.state is not State.STUCK:
-            self._stuck_since = math.inf
-        self._stuck_since = min(self._stuck_since, time.monotonic())
+            self._stuck_since = time.monotonic()
         # Before, others may be waited for who are silent, and not lost yet.
         says_since = self._stuck_since + self._silence - SILENT_SECONDS
         is_stuck = member.state is State.STUCK and time.monotonic() >= says_since
@@ -486,6 +490,11 @@ class Members:
         members = member.record.members
         here = len(member.peers.living(members, now))
         return f"rank {self.me}: {here} of {len(members)} ranks of generation {member.record.number} are here"
+
+
+def _beat_key(record: Record, member: int) -> str:
+    """Return the key of a member's heartbeats among the values of a generation."""
+    return f"beat/{record.members.index(member)}"
 
 
 def is_missed(own: heartbeat.Beat, others: Sequence[heartbeat.Beat], timeout: float) -> bool:

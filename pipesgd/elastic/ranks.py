@@ -83,10 +83,8 @@ class ElasticRanks(GenerationRanks):
     members: Members = field(init=False, repr=False)
     record: Record = field(init=False, repr=False)
     _in_whole: bool = field(default=False, init=False, repr=False)
-    _next: int = field(default=0, init=False, repr=False)
-    """Iteration after the one that was yielded last."""
-    _yielded: int | None = field(default=None, init=False, repr=False)
-    """Iteration that was yielded last."""
+    _next: int | None = field(default=None, init=False, repr=False)
+    """Iteration after the one that was yielded last; None where ``iterations`` is not used."""
 
     is_elastic: ClassVar[bool] = True
 
@@ -155,13 +153,13 @@ class ElasticRanks(GenerationRanks):
             told += len(new)
             part = span.slice_of(iteration, members.me)
             assert part is not None, "this rank is a member"
-            self._next, self._yielded, self.iteration = iteration + 1, iteration, iteration
+            self._next, self.iteration = iteration + 1, iteration
             yield Share(iteration, part, self.rank, self.world_size, tuple(one for each in new for one in each.lost))
         members.stop_listening()
 
     def iteration_of_loop(self, otherwise: int) -> int:
         """Return the iteration that was yielded last; ``otherwise`` where ``iterations`` is not used."""
-        return otherwise if self._yielded is None else self._yielded
+        return otherwise if self._next is None else self._next - 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return, for JSON, which samples the iterations so far have taken, to continue in another run.
@@ -169,9 +167,9 @@ class ElasticRanks(GenerationRanks):
         It is called in an iteration, after ``pipeline.flush()``: the gradients of a rank that is lost before are given
         out again.
         """
-        span = self.members.record.span(self._next)
-        given_back, fresh = span.rest(self._next)
-        return {"iteration": self._next, "given_back": list(given_back), "fresh": fresh}
+        done = self._next or 0
+        given_back, fresh = self.members.record.span(done).rest(done)
+        return {"iteration": done, "given_back": list(given_back), "fresh": fresh}
 
     def begin(self, iteration: int) -> Record:
         """Begin ``iteration``; return the generation that it belongs to. It waits while a change is under way."""

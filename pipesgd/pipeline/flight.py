@@ -34,6 +34,7 @@ from pipesgd.flat_buffer import (
     take_shares,
 )
 from pipesgd.pipeline.in_flight import WHOLE, InFlight, Known, Layout, Members, Outgoing, Reduction
+from pipesgd.process import ends_by_exception
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Undo, added_by_place, as_real
 from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
@@ -69,7 +70,7 @@ class Flight(Generic[Known]):
             sums then, of which copies are kept for that.
         looks: whether the communication thread looks if this rank's own gradients are finite, as nobody else can later.
         agrees: whether norms of means must be the same bits on all ranks, whatever processors they have.
-        unclosed: function that is called first if the program ends before ``close``.
+        unclosed: function that is called first if the program ends before ``close``, but by no exception.
     """
 
     def __init__(
@@ -496,7 +497,8 @@ class _Ends:
     def end_unclosed(self) -> None:
         """End what is open when the program ends; a thread in a wait of gloo's would abort it."""
         try:
-            self._unclosed()
+            if not ends_by_exception():  # which is on the screen
+                self._unclosed()
         finally:
             self.end(together=False)
 

@@ -34,7 +34,6 @@ from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks, warn_of_outsid
 from pipesgd.pipeline.update import Guessed, Update, clipping_of
 from pipesgd.pipeline.width import make_width
 from pipesgd.pipeline_config import Buffers
-from pipesgd.process import ends_by_exception
 from pipesgd.ranks import Ranks, given_ranks
 from pipesgd.reducers.make import check_reducer
 from pipesgd.replicas import check_same_weights, combine_buffers, share_rank_0s_values
@@ -487,8 +486,6 @@ class Pipeline:
 
 
 def _say_unclosed() -> None:
-    if ends_by_exception():  # which is on the screen
-        return
     warn(
         "a pipeline was not closed, so the gradients in flight are not applied: call close() at the end of the "
         "training, or use the pipeline in a with statement"

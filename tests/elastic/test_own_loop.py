@@ -6,9 +6,9 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import pipesgd
-from experiments.forked_ranks import rank_environment, store
+from experiments.forked_ranks import fork_rank, store
 from pipesgd import elastic, replicas
 from pipesgd.elastic.members import is_missed
 from pipesgd.errors import UserInputError
@@ -51,29 +51,18 @@ def _train(folder: Path, wire: pipesgd.Wire) -> None:
     (folder / f"{os.environ['RANK']}.json").write_text(text, encoding="utf-8")
 
 
-def _fork(rank: int, port: int, folder: Path, wire: pipesgd.Wire, train: Train) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
+def _exit_code(folder: Path, rank: int, wire: pipesgd.Wire, train: Train) -> int:
     try:
-        with (folder / "log").open("a", encoding="utf-8") as log:
-            sys.stdout = sys.stderr = log
-            os.environ.update(rank_environment(rank, 3, port, 0))
-            torch.set_num_threads(1)
-            try:
-                train(folder, wire)
-                code = 0
-            except UserInputError as problem:
-                (folder / f"{rank}.error").write_text(str(problem), encoding="utf-8")
-                code = 2
-    finally:
-        os._exit(code)
+        train(folder, wire)
+    except UserInputError as problem:
+        (folder / f"{rank}.error").write_text(str(problem), encoding="utf-8")
+        return 2
+    return 0
 
 
 def _run(folder: Path, wire: pipesgd.Wire, train: Train = _train) -> list[int]:
     with store() as port:
-        pids = [_fork(rank, port, folder, wire, train) for rank in range(3)]
+        pids = [fork_rank(partial(_exit_code, folder, rank, wire, train), rank, 3, folder, port) for rank in range(3)]
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
