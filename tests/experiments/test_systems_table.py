@@ -345,7 +345,7 @@ def test_the_message_on_curves_compares_whole_trainings() -> None:
     ]
     found += [row | {"panel": "alexnet, 200mbit", "points": [[9, row["points"][-1][1] / 2]]} for row in found[:4]]
     assert pictures.convergence_message(found) == (
-        "pipesgd, int4 trains 1.0 to 5.0 times as fast as DDP (emulated, 200 Mbit/s); "
+        "pipesgd, int4 runs 1.0 to 5.0 times as fast as DDP (emulated, 200 Mbit/s); "
         "Pipe-SGD without warm-up and prediction ends 2 to 4 points lower"
     )
     without_ddp = [row for row in found if row["system"] != "ddp"]
