@@ -57,6 +57,8 @@ class Kill:
     """Number of the call of the phase's function, from 0, or of the message among its kind."""
     seconds: float = 0.0
     """Seconds from the begin of the call to the kill."""
+    stop: bool = False
+    """True if the rank is only stopped, at the begin of the call."""
 
 
 @dataclass
@@ -87,7 +89,7 @@ def run(
     """
     ended = Ended()
     with store() as port:
-        pids = {rank: _fork(words, rank, world_size, folder, port, kills) for rank in range(world_size)}
+        pids = {rank: fork(words, rank, world_size, folder, port, kills) for rank in range(world_size)}
         of_fd = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
         poll = select.poll()
         for fd in of_fd:
@@ -114,7 +116,9 @@ def run(
     return ended
 
 
-def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, kills: Sequence[Kill]) -> int:
+def fork(words: str, rank: int, world_size: int, folder: Path, port: int, kills: Sequence[Kill]) -> int:
+    """Fork a rank of a run, which is killed as ``kills`` say, and return its process id."""
+
     def train_here() -> object:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # of the process that has forked this one
         faulthandler.dump_traceback_later(HANGS_SECONDS, file=sys.stderr)
@@ -149,7 +153,9 @@ def _arm(kill: Kill) -> None:
 
     def look() -> None:
         if next(calls) == kill.call:
-            if kill.seconds > 0:
+            if kill.stop:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif kill.seconds > 0:
                 signal.setitimer(signal.ITIMER_REAL, kill.seconds)
             else:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -3,9 +3,9 @@
     python -m experiments.survivors      survivors.csv; exit code 1 if a run ends otherwise than the protocol says
 
 Runs of 2 to 6 ranks on this machine's loopback, forked from this process, lose one rank after another until one or two
-are left. Each is killed in a phase that is drawn: while it computes, at a hop of a sum, between a mean's arrival and
-its application, in an evaluation, in a checkpoint, or when it sends one of the messages of the change that another
-kill has caused. A run is right if every rank that was not killed ends with code 0, all of them with the same weights,
+are left. Each is killed in a phase that is drawn: while it computes, at a hop of a sum, before it waits for a mean and
+applies it, in an evaluation, in a checkpoint, or when it sends one of the messages of the change that another kill has
+caused. A run is right if every rank that was not killed ends with code 0, all of them with the same weights,
 and if every slice of samples was used in exactly one iteration, which is computed from the generations in
 summary.json alone.
 
@@ -195,18 +195,23 @@ def compute(number: int, seed: int, kept: KeptRuns[Survived], output: Path, cons
     return [done[f"{key} {run}"] for run in range(number)]
 
 
-def show(rows: Sequence[Survived]) -> None:
-    """Print how the runs ended, and how long changes took."""
-    killed, right = sum(row.killed for row in rows), sum(row.right for row in rows)
-    pairs = [pair for row in rows for pair in zip(row.deaths, row.seconds, strict=True)]
+def lines_of(changes: Sequence[tuple[int, float]]) -> list[dict[str, str]]:
+    """Return lines of a table, given the ranks that each change has lost, and its seconds."""
     lines = []
-    for deaths, several in (("one", False), ("several", True)):
-        seconds = [one for number, one in pairs if (number > 1) is several]
+    for lost, several in (("one", False), ("several", True)):
+        seconds = [one for number, one in changes if (number > 1) is several]
         if seconds:
             figures = (statistics.median(seconds), float(np.quantile(seconds, 0.99)), max(seconds))
             words = dict(zip(("median s", "99 % s", "worst s"), (f"{one:.3f}" for one in figures), strict=True))
-            lines.append({"deaths in a change": deaths, "changes": str(len(seconds)), **words})
-    command.show(f"{right} of {len(rows)} elastic runs ended rightly, {killed} ranks killed", lines)
+            lines.append({"lost in a change": lost, "changes": str(len(seconds)), **words})
+    return lines
+
+
+def show(rows: Sequence[Survived]) -> None:
+    """Print how the runs ended, and how long changes took."""
+    killed, right = sum(row.killed for row in rows), sum(row.right for row in rows)
+    changes = [pair for row in rows for pair in zip(row.deaths, row.seconds, strict=True)]
+    command.show(f"{right} of {len(rows)} elastic runs ended rightly, {killed} ranks killed", lines_of(changes))
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:

@@ -26,7 +26,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.data import DataSplits, ShardedBatches, find_loss
 from pipesgd.data.loading import Batches
 from pipesgd.errors import RunError, StoppedBySignal, named, warn
-from pipesgd.optim.build import build_schedule, follow, scale_rates
+from pipesgd.optim.build import build_schedule, follow
 from pipesgd.pipeline.exchanges import Reduce
 from pipesgd.pipeline.width import SYNCHRONOUS_ITERATIONS
 from pipesgd.process import say as say_on_stderr
@@ -141,6 +141,7 @@ class Run:
             schedule=job.schedule,
             strategy=make_strategy(config, job.model, job.optimizer, self.scaler, job.ranks, job.reduce),
             losses=self.losses,
+            rate_ranks=job.workers.world_size,
         )
         self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
         self.trace = self._trace()
@@ -207,8 +208,8 @@ class Run:
             )
             if others is not None:
                 self.job.say(OTHER_RANKS.format(before=before, now=workers.world_size))
-                if self.job.config.optimization.lr_scaling == "linear":
-                    scale_rates(self.job.optimizer, self.state.schedule, workers.world_size / before)
+            if self.job.config.optimization.lr_scaling == "linear":
+                self.state.scale_rates_to(workers.world_size)
         self.start = self.strategy.iteration
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
 
@@ -310,8 +311,7 @@ class Run:
         from pipesgd.run.attempts import Attempts
 
         attempts = Attempts(self.job.folder / output.ATTEMPTS_FILE, self.job.ranks.standing)
-        world_size = self.job.ranks.world_size
-        attempts.begin(start=self.start, world_size=world_size, run_again=run_again, versions=versions())
+        attempts.begin(start=self.start, world_size=self.job.ranks.world_size, run_again=run_again, versions=versions())
         return attempts
 
     def _drift(self) -> Drift | None:
@@ -419,12 +419,15 @@ class Run:
         self.job.ranks.enter("checkpoint")
         for recorder in self._recorders:
             recorder.flush()
-        shared, own = self.state.snapshot(time.perf_counter() - self._begin)
-        own["data"] = self.job.data.describe(own=True)
-        shared |= {"iterations": self.job.iterations, "record": self.job.batches.record.state_dict()}
-        written = self.checkpoints.save(done, shared, own)
+        written = self.checkpoints.save(done, *self._snapshot())
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written
+
+    def _snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a checkpoint has in common on all ranks, and what it has of this rank."""
+        shared, own = self.state.snapshot(time.perf_counter() - self._begin)
+        own["data"] = self.job.data.describe(own=True)
+        return shared | {"iterations": self.job.iterations, "record": self.job.batches.record.state_dict()}, own
 
     def finish(self) -> Result:
         """Apply the gradients that are still in flight, and evaluate the result."""

@@ -18,7 +18,7 @@ from . import wiring
 from .errors import InvalidInputError, TestbedFailedError
 from .jobs import Job, torchrun_environment, torchrun_words
 from .links import PAYLOAD_SHARE, Link
-from .namespaces import Namespaces, Process
+from .namespaces import Namespaces, Process, children
 from .wiring import DELAY_LINE, MOST_NODES, NETEM, NETWORK
 
 FOLDER = Path(__file__).resolve().parent
@@ -220,10 +220,33 @@ class Testbed:
         self._check_node("node", node)
         self._run([f"ip link set n{node} nomaster"])
 
-    def restore(self, node: int) -> None:
-        """Reconnect a node that ``cut`` has cut off."""
+    def split(self, parts: Sequence[Sequence[int]]) -> None:
+        """Cut the nodes into ``parts`` from now on, silently: the nodes of a part reach each other alone."""
+        self._run(
+            command
+            for number, part in enumerate(parts[1:], 1)
+            for command in (*wiring.switch(f"switch{number}"), *wiring.move(part, f"switch{number}"))
+        )
+
+    def mute(self, node: int) -> None:
+        """Drop everything that ``node`` sends from now on, silently; it still receives what others send."""
         self._check_node("node", node)
-        self._run([f"ip link set n{node} master switch"])
+        self._run(wiring.mute(node, [other for other in range(self.nodes) if other != node]))
+
+    def restore(self, node: int) -> None:
+        """Reconnect a node that ``cut`` or ``mute`` has cut off."""
+        self._check_node("node", node)
+        self._run([*wiring.move([node], wiring.SWITCH), *wiring.unmute(node)])
+
+    def join(self) -> None:
+        """Reconnect all nodes that ``split`` has parted."""
+        self._run(wiring.move(range(self.nodes), wiring.SWITCH))
+
+    def network(self, node: int) -> str:
+        """Return the path of the network of ``node``, which a process of this machine may join: see ``namespaces``."""
+        process = self.start(node, ["sh", "-c", "echo there; sleep infinity"], stdout=subprocess.PIPE, text=True)
+        _line(process, node)  # from here on it is in the node's namespace
+        return f"/proc/{children(process.pid)[0]}/ns/net"
 
     def traffic(self) -> list[Traffic]:
         """Return the bytes that have passed through each node's link since it was made."""

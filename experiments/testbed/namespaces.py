@@ -11,6 +11,7 @@ would have to look for. (The signal is bound to the *thread*: make a tree in a t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -33,6 +34,8 @@ TOOLS = {
 }
 """Tools that are needed, and the packages that have them."""
 
+CLONE_NEWNET = 0x40000000
+"""Kind of namespace, as in <sched.h>."""
 START_SECONDS = 10.0
 """Seconds to wait for a namespace, which takes milliseconds to make even on a busy machine."""
 
@@ -72,6 +75,14 @@ class Process(subprocess.Popen[Any]):
                     os.kill(pid, number)
         if self.poll() is None:
             os.kill(self.pid, signal.SIGCONT)
+
+
+def join_network(path: str) -> None:
+    """Move this thread, and what it starts from now on, into the network namespace at ``path``; needs root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(path).open("rb") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"{path} cannot be entered")
 
 
 def children(pid: int) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .links import MTU, Link, packets_at_once, token_bucket
 
 NETWORK, MOST_NODES = "10.77.0", 254
+SWITCH = "switch"
+NOWHERE = "02:00:00:00:00:01"
+"""Hardware address that no node has."""
 NETEM, DELAY_LINE = "netem", "delay line"
 """Two ways to make latency and loss."""
 
@@ -39,11 +42,30 @@ def names(nodes: int) -> Iterator[str]:
     yield "[ ! -e /etc/resolv.conf ] || mount --bind /dev/null /etc/resolv.conf"
 
 
-def switch() -> Iterator[str]:
-    """Yield commands that make the switch."""
+def switch(name: str = SWITCH) -> Iterator[str]:
+    """Yield commands that make the switch, if there is none of this name."""
     yield QUIET
-    yield "ip link add switch type bridge mcast_snooping 0"
-    yield "ip link set switch up"
+    yield f"[ -e /sys/class/net/{name} ] || ip link add {name} type bridge mcast_snooping 0"
+    yield f"ip link set {name} up"
+
+
+def move(nodes: Sequence[int], name: str) -> Iterator[str]:
+    """Yield commands that connect these nodes to the switch of this name."""
+    for node in nodes:
+        yield f"ip link set n{node} master {name}"
+
+
+def mute(node: int, others: Sequence[int]) -> Iterator[str]:
+    """Yield commands that lead all that ``node`` sends to ``NOWHERE``."""
+    # The kernel of a testbed may have no filters; and a route to nowhere would tell the sender.
+    yield f"bridge fdb replace {NOWHERE} dev n{node} master static"
+    for other in others:
+        yield f"ip -n {node} neigh replace {address(other)} lladdr {NOWHERE} dev eth0 nud permanent"
+
+
+def unmute(node: int) -> Iterator[str]:
+    """Yield commands that undo ``mute``, if it was done."""
+    yield f"ip -n {node} neigh flush dev eth0 nud permanent"
 
 
 def cable(node: int, link: Link, rate: float, delays_by: str | None) -> Iterator[str]:
@@ -59,7 +81,7 @@ def cable(node: int, link: Link, rate: float, delays_by: str | None) -> Iterator
     yield f"ip -n {node} link set lo up"
     yield f"ip -n {node} link set eth0 mtu {MTU} up"
     yield f"ip -n {node} address add {address(node)}/24 dev eth0"
-    yield f"ip link set n{node} mtu {MTU} master switch up"
+    yield f"ip link set n{node} mtu {MTU} master {SWITCH} up"
     if delays_by == NETEM:
         held = 1000 + rate * link.latency / 8 / 64  # small packets; more would be dropped
         delay = f"delay {link.latency * 1e6:.0f}us loss {100 * link.loss:.6f}%"

@@ -15,6 +15,7 @@ import math
 import select
 import socket
 import ssl
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -32,6 +33,15 @@ CALL_SECONDS = 5.0
 TOLD_SECONDS = 0.2
 """Seconds after which an ended connection is reported whose other process is not known to have ended: usually that is
 known in a millisecond, and says more."""
+TOLD_AGAIN_SECONDS = 1.0
+"""Seconds between two tries to tell a member that it was left behind."""
+KEPT_SECONDS = 3600
+"""Seconds for which a connection is kept on which nothing is acknowledged; its member is lost much sooner."""
+RESENT_SECONDS = 1.0
+"""Seconds between two tries to send what was not acknowledged, at most: TCP doubles them, so that after a cut of two
+seconds it would be silent for a third one."""
+TCP_RTO_MAX_MS = 44
+"""TCP's option for this, of Linux since 6.15; Python has no name for it."""
 PIECE = 1 << 20
 """Bytes that are received at once."""
 
@@ -46,10 +56,15 @@ class _Peer:
     outgoing: deque[memoryview] = field(default_factory=deque)
     incoming: bytearray = field(default_factory=bytearray)
     is_dead: bool = False
+    """True if its process has ended."""
+    is_behind: bool = False
+    """True if it was left behind, and is only to be told."""
     has_left: bool = False
     """True if it has said goodbye."""
     again: float = math.inf
     """Time at which to connect, or to ask its machine whether it lives."""
+    since: float = -math.inf
+    """Time at which it was connected."""
     tell: float = math.inf
     """Time at which to report that the connection has ended."""
 
@@ -118,10 +133,12 @@ class ControlConnections(Greeter):
         return sum(map(len, self._peers[rank].outgoing)) > PIECE
 
     def forget(self, rank: int) -> None:
-        """Have no more to do with a member that was left behind."""
+        """Have no more to do with a member that was left behind, but to tell it if it is back."""
         peer = self._peers[rank]
-        peer.again = peer.tell = math.inf
-        peer.is_dead = True
+        peer.is_behind = True
+        peer.tell = math.inf
+        # Lower ranks wait to be called, also those who were cut off and do not know what has become of the others.
+        peer.again = math.inf if peer.is_dead or rank > self._rank else time.monotonic()
         self._drop(peer)
 
     def poll(self, until: float) -> None:
@@ -179,15 +196,22 @@ class ControlConnections(Greeter):
 
     def _connected(self, rank: int, sock: socket.socket) -> None:
         peer = self._peers[rank]
-        if peer.is_dead:  # it does not know yet that it was left behind
+        if peer.is_dead or peer.is_behind:  # it does not know yet that it was left behind
+            # Again, until its process has ended: this may not arrive.
+            peer.again = time.monotonic() + TOLD_AGAIN_SECONDS if rank < self._rank else math.inf
             with contextlib.suppress(OSError):
                 sock.send(b"".join(encode(self.last_word)))
             close(sock)
             return
         was_broken = peer.tell < math.inf
         self._drop(peer)
-        peer.sock = sock
+        peer.sock, peer.since = sock, time.monotonic()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            # Else the number of tries ends the connection, which then takes seconds in place of minutes.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEPT_SECONDS * 1000)
+            with contextlib.suppress(OSError):  # this kernel has no such option
+                sock.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, int(RESENT_SECONDS * 1000))
         peer.again = peer.tell = math.inf
         self._on_sign(rank)
         if was_broken:
@@ -200,9 +224,12 @@ class ControlConnections(Greeter):
         if isinstance(problem, OSError) and problem.errno == errno.ECONNREFUSED:
             peer.is_dead = True
             peer.again = peer.tell = math.inf
-            self._on_end(rank)
-        else:
+            if not peer.is_behind:
+                self._on_end(rank)
+        elif not peer.is_behind:
             peer.again = time.monotonic() + AGAIN_SECONDS
+        elif rank < self._rank:
+            peer.again = time.monotonic() + TOLD_AGAIN_SECONDS
 
     def _ask(self, attempt: Any, place: Place) -> Generator[int, None, int]:
         """Ask the machine of a higher rank, which connects itself, whether its listener is still there."""
@@ -223,7 +250,8 @@ class ControlConnections(Greeter):
             peer.is_dead = True
             return
         now = time.monotonic()
-        peer.again, peer.tell = now, now + TOLD_SECONDS
+        # At once; but who was left behind is told so with each connection, until its end.
+        peer.again, peer.tell = max(now, peer.since + AGAIN_SECONDS), now + TOLD_SECONDS
 
     # ---- Bytes
 

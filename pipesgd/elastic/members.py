@@ -22,11 +22,12 @@ from typing import Any
 from pipesgd.comm.greeting import Wrap
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.letters import Goodbye, Result, Value, Wish
-from pipesgd.errors import DeadlineExceeded, LeftBehind, NotEnoughMembers, RunError
+from pipesgd.elastic.missed import is_missed
+from pipesgd.errors import DeadlineExceeded, LeftBehind, RunError
 from pipesgd.exit import EXIT_FAILED
-from pipesgd.membership import heartbeat
+from pipesgd.membership import generation, heartbeat
 from pipesgd.membership.change import State
-from pipesgd.membership.generation import Record, first_record
+from pipesgd.membership.generation import Record, Span, first_record
 from pipesgd.membership.messages import (
     Action,
     Beat,
@@ -52,9 +53,6 @@ CONNECTED_SECONDS = 0.005
 """Seconds between two looks whether all members are connected."""
 HANGS_SECONDS = 5.0
 """Seconds that a process that hangs has to notice that it was left behind, before it is ended."""
-SUM_DEADLINES, EXCHANGE_DEADLINES = 1.5, 0.9 * heartbeat.LONGEST_PHASE
-"""Deadlines that others wait for a sum, and for another exchange, after which a rank that hangs leaves. They give up a
-sum with the second deadline, and an exchange, before which ranks evaluate or write, after more of them."""
 STOPPED_SECONDS = 2.0
 """Seconds by which a tick is late if this process was stopped."""
 GOODBYE_SECONDS = 2.0
@@ -100,6 +98,11 @@ class Members:
         """Reason why the others continue without this process; None if it is a member."""
         self.failure: BaseException | None = None
         """Error of which this membership has ended, if it has."""
+        self.why_alone: str | None = None
+        """Reason why this process is the only member of its generation, which is no majority's and is there to end in
+        order; None if it is not."""
+        self._alone: tuple[str, Callable[[int], Record]] | None = None
+        """The reason, and the generation, by the number of iterations that have begun."""
         self.stop_at: int | None = None
         """Iteration that nobody begins, since all members were asked to stop; None if they were not."""
         self._changed = threading.Condition()
@@ -202,9 +205,10 @@ class Members:
     def next_record(self, take: Callable[[int, Result], None]) -> Record:
         """Stop, take results that others have and this process does not, and return the generation to enter.
 
+        If no majority was in reach for ``wait`` seconds, it is one of this process alone: see ``why_alone``.
+
         Raises:
             LeftBehind: the others continue without this process.
-            NotEnoughMembers: no majority was in reach for ``wait`` seconds.
         """
         end: float | None = None
         while True:
@@ -230,6 +234,8 @@ class Members:
                 if isinstance(order, Enter):
                     self._entered += 1
                     self.record = order.record
+                    if self._alone is not None:
+                        self.why_alone, _ = self._alone
                     self.history.append((order.record, time.time()))
                     self._values = {key: one for key, one in self._values.items() if key[0] >= order.record.number}
                     self._changed.notify_all()
@@ -243,9 +249,22 @@ class Members:
                 assert isinstance(order.result, Result)
                 take(order.unit, order.result)
             if end is not None and time.monotonic() >= end:
-                raise NotEnoughMembers(f"{self._here()}: no majority came back within {self.wait:g} s")
+                end = None
+                self._post(self._go_alone)
 
     # ---- For the main thread
+
+    def span_alone(self, done: int) -> Span:
+        """Return the layout of samples after ``done`` iterations where this process is alone: see ``why_alone``.
+
+        Others may have begun more iterations before: then those of this process are given out again.
+        """
+        assert self._alone is not None
+        _, following = self._alone
+        record = following(done)
+        span = record.spans[-1]
+        own = (record.slice_of(iteration, self.me) for iteration in range(done, span.first))
+        return replace(span, first=done, given_back=span.given_back + tuple(one for one in own if one is not None))
 
     def begin(self, iteration: int) -> Record:
         """Note that this rank begins ``iteration``, after waiting while a change is under way.
@@ -331,8 +350,10 @@ class Members:
                 self._note_state(member)
                 self._look_for_hang(member, self._share_standing(member.record))
             due = due if now < due else now + TICK_SECONDS
-            while self._events:
+            while self._events and self._alone is None:
                 self._events.popleft()(self._member, clock())
+            if self._alone is not None:
+                return  # whatever the others decide, and whoever comes back, this member takes no part
             if self._member is not None:
                 self._carry_out(self._member.actions)
             if not self._events:
@@ -413,6 +434,22 @@ class Members:
         elif not self._is_over:
             self.give_up(RunError(f"rank {self.me}: the process of rank {peer} has ended before training has begun"))
             self.interrupt()
+
+    def _go_alone(self, member: Member, now: float) -> None:
+        """Be the only member of the next generation, unless a majority has come back."""
+        self._carry_out(member.actions)  # what others had is taken first
+        if member.state is not State.STUCK:
+            return
+        record, me, base, settled = member.record, self.me, member.newest, member.settled
+        why = {peer: member.peers.why(peer, now) for peer in record.members}
+
+        def following(begun: int) -> Record:
+            return generation.next_record(record, [me], (), base=base, settled=settled, begun=begun, why=why)
+
+        with self._changed:
+            self._alone = f"{self._here()}: no majority came back within {self.wait:g} s", following
+            self._orders.append(Enter(following(self._begun)))
+            self._changed.notify_all()
 
     def _on_break(self, peer: int) -> None:
         if self._member is not None:
@@ -495,14 +532,6 @@ class Members:
 def _beat_key(record: Record, member: int) -> str:
     """Return the key of a member's heartbeats among the values of a generation."""
     return f"beat/{record.members.index(member)}"
-
-
-def is_missed(own: heartbeat.Beat, others: Sequence[heartbeat.Beat], timeout: float) -> bool:
-    """Return True if a rank has done nothing for so long that all ``others``, who wait for it, would soon end."""
-    sums = any(one.phase.endswith("all-reduce") for one in others)
-    limit = timeout * (SUM_DEADLINES if sums else EXCHANGE_DEADLINES)
-    waited = all(one.waiting and one.seconds >= limit for one in others)
-    return bool(others) and waited and not own.waiting and own.seconds >= limit
 
 
 def clock() -> float:

@@ -82,6 +82,9 @@ class ElasticRanks(GenerationRanks):
     units: Units = field(init=False, repr=False)
     members: Members = field(init=False, repr=False)
     record: Record = field(init=False, repr=False)
+    is_in_step: bool = field(default=False, init=False, repr=False)
+    is_alone: bool = field(default=False, init=False, repr=False)
+    """True once the program was told that no majority came back."""
     _in_whole: bool = field(default=False, init=False, repr=False)
     _next: int | None = field(default=None, init=False, repr=False)
     """Iteration after the one that was yielded last; None where ``iterations`` is not used."""
@@ -93,11 +96,26 @@ class ElasticRanks(GenerationRanks):
 
         Raises:
             MembersChanged: they have changed within a computation that must be ``whole``.
+            NotEnoughMembers: no majority came back.
         """
+        self.check_majority()
         before, self.record = self.record, record
         self.see_members(record.members)
         if self._in_whole and record.members != before.members:
             raise MembersChanged(f"rank {self.members.me}: members were lost meanwhile")
+
+    def check_majority(self) -> None:
+        """Raise ``NotEnoughMembers``, once, if no majority came back; not in a step, which is not left halfway.
+
+        From there on this process is the only rank, and can save what it has.
+        """
+        if self.members.why_alone is not None and not (self.is_alone or self.is_in_step):
+            raise self._alone(self.members.why_alone)
+
+    def _alone(self, why: str) -> NotEnoughMembers:
+        self.is_alone = True
+        self.see_members((self.members.me,))
+        return NotEnoughMembers(why)
 
     def whole(self, do: Callable[[], T]) -> T:
         if self._in_whole:
@@ -132,7 +150,8 @@ class ElasticRanks(GenerationRanks):
 
         Raises:
             LeftBehind: the others continue without this rank.
-            NotEnoughMembers: fewer than ``least`` ranks remain, or no majority was in reach for ``wait`` seconds.
+            NotEnoughMembers: fewer than ``least`` ranks remain, or no majority was in reach for ``wait`` seconds. The
+                pipeline can still be flushed, and what this rank has then be saved, apart from what the others save.
             UserInputError: ``state`` is none of ``state_dict``.
         """
         before: Mapping[str, Any] = {"iteration": 0, "given_back": [], "fresh": 0} if state is None else state
@@ -168,18 +187,22 @@ class ElasticRanks(GenerationRanks):
         out again.
         """
         done = self._next or 0
-        given_back, fresh = self.members.record.span(done).rest(done)
+        span = self.members.span_alone(done) if self.is_alone else self.members.record.span(done)
+        given_back, fresh = span.rest(done)
         return {"iteration": done, "given_back": list(given_back), "fresh": fresh}
 
     def begin(self, iteration: int) -> Record:
         """Begin ``iteration``; return the generation that it belongs to. It waits while a change is under way."""
         self.enter("change of members", waiting=True)
         try:
-            return self.members.begin(iteration)
+            record = self.members.begin(iteration)
         except Interrupted:
             raise self.members.failure or RunError(f"rank {self.members.me}: its membership has ended") from None
         finally:
             self.enter("compute")
+        if self.members.why_alone is not None:
+            raise self._alone(self.members.why_alone)
+        return record
 
     def __enter__(self) -> Self:
         return self

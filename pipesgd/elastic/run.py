@@ -7,14 +7,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from pipesgd.data.loading import Batches
 from pipesgd.elastic.ranks import ElasticRanks
-from pipesgd.errors import NotEnoughMembers, StoppedBySignal, UserInputError, named
+from pipesgd.errors import LeftBehind, NotEnoughMembers, StoppedBySignal, UserInputError, named
 from pipesgd.membership.generation import Record, Span, first_record
 from pipesgd.membership.record import Slices
 from pipesgd.optim.build import follow
 from pipesgd.process import say
 from pipesgd.run.evaluation import Evaluation
-from pipesgd.run.metrics import MetricsWriter
+from pipesgd.run.metrics import IterationMetrics, MetricsWriter
 from pipesgd.run.summary import Result
 from pipesgd.training import DEFAULT_EPOCHS, Job, Run
 
@@ -78,9 +79,7 @@ class ElasticRun(Run):
     def _take_samples(self, span: Span, iteration: int) -> None:
         """Take the samples of ``span`` from ``iteration`` on, as a member of those who remain."""
         ranks, batches = self._ranks, self.job.batches
-        ranks.see_members(span.members)
-        self._span = span
-        batches.follow(Slices(span.first, len(span.members), span.fresh, span.given_back), ranks.rank)
+        self._follow(span)
         self._samples.close()
         self._samples = batches.from_iteration(iteration, self.job.device)
         optimization = self.job.config.optimization
@@ -100,6 +99,21 @@ class ElasticRun(Run):
             if record.members[0] == self._ranks.members.me:
                 say(sentence(record, self.job.config.samples_per_rank))
 
+    def _follow(self, span: Span) -> None:
+        """Count iterations and samples from here on as those of the members of ``span``."""
+        self._span = span
+        self._ranks.see_members(span.members)
+        self.job.batches.follow(Slices(span.first, len(span.members), span.fresh, span.given_back), self._ranks.rank)
+
+    def _iterate(self, iteration: int, samples: Batches) -> IterationMetrics:
+        self._ranks.is_in_step = True
+        try:
+            found = super()._iterate(iteration, samples)
+        finally:
+            self._ranks.is_in_step = False
+        self._ranks.check_majority()
+        return found
+
     def _evaluate(self) -> Evaluation:
         return self._ranks.whole(super()._evaluate)
 
@@ -118,9 +132,35 @@ class ElasticRun(Run):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        is_alone = self._ranks.members.why_alone is not None
+        if is_alone or isinstance(error, LeftBehind):  # the records are the others' now, who may share the disk
+            self._ranks.standing.last_words = None
+            for recorder in self._recorders:
+                if isinstance(recorder, MetricsWriter):
+                    recorder.drop()
+        try:
+            if is_alone and isinstance(error, NotEnoughMembers):
+                self._keep_alone()
+        finally:
+            super().__exit__(kind, error, trace)
         if self._all_end and isinstance(error, StoppedBySignal | NotEnoughMembers):
             self._ranks.close(in_order=True)
+
+    def _keep_alone(self) -> None:
+        """Write what this member has, which has waited in vain for a majority: no checkpoint that counts."""
+        ranks, done = self._ranks, self.strategy.iteration
+        me = ranks.members.me
+        try:
+            ranks.all_gather_object("members", None)  # all sums are done, and what the codec has left out is here
+            self._follow(ranks.members.span_alone(done))
+            place = self.checkpoints.save_alone(done, *self._snapshot(), me)
+        except Exception as problem:  # noqa: BLE001 (this process ends for another reason, which it says)
+            say(f"rank {me}: what it has after iteration {done} could not be written: {problem!r}")
+            return
+        say(
+            f"rank {me}: what it has after iteration {done} is in {place}, and does not count, since others may have "
+            f"continued. If none has, rename it to iteration-{done}, and --resume continues on any number of ranks"
+        )
 
     def finish(self) -> Result:
         self._ranks.members.stop_listening()
@@ -142,22 +182,18 @@ class ElasticRun(Run):
 
     def _summary_of_members(self) -> dict[str, Any]:
         history = self._ranks.members.history
-        return {
-            "generations": [
-                {
-                    "number": record.number,
-                    "members": list(record.members),
-                    "time": when,
-                    "first_iteration": record.first,
-                    "iterations_done": record.settled,
-                    "lost": [
-                        {"rank": one.member, "why": one.why, "slices_given_back": list(one.slices)}
-                        for one in record.lost
-                    ],
-                }
-                for record, when in history
-            ]
-        }
+        return {"generations": [in_summary(record) | {"time": when} for record, when in history]}
+
+
+def in_summary(record: Record) -> dict[str, Any]:
+    """Return what summary.json says of a generation, but for the time at which it began."""
+    return {
+        "number": record.number,
+        "members": list(record.members),
+        "first_iteration": record.first,
+        "iterations_done": record.settled,
+        "lost": [{"rank": one.member, "why": one.why, "slices_given_back": list(one.slices)} for one in record.lost],
+    }
 
 
 def sentence(record: Record, samples: int) -> str:

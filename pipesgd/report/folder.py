@@ -76,6 +76,18 @@ class Iterations:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of the members of an elastic run."""
+
+    first: int
+    """Iteration with which those who remain began."""
+    ranks: int
+    """Number of those who remain."""
+    lost: list[str]
+    """Ranks that were lost, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFolder:
     """Content of a run's folder."""
 
@@ -129,6 +141,13 @@ class RunFolder:
             if name != "output" and (name not in usual or usual[name] != value)
         }
 
+    @property
+    def changes(self) -> list[Change]:
+        """Changes of the members, as far as the summary tells of them."""
+        generations = self.summary.get("generations")
+        found = [_change(one) for one in generations[1:]] if isinstance(generations, list) else []
+        return [one for one in found if one is not None]
+
     def final(self, name: str) -> float | None:
         """Return a number of the summary's results, such as "test_accuracy"; None if it is not known."""
         results = self.summary.get("final")
@@ -178,6 +197,15 @@ def _plan(told: dict[str, Any], notes: list[str]) -> Planned | None:
     except (TypeError, ValueError, ArithmeticError, MemoryError):
         notes.append("the plan of the run is damaged or of another version, and is left out")
         return None
+
+
+def _change(told: object) -> Change | None:
+    """Return what the summary tells of a generation; None if it is damaged."""
+    match told:
+        case {"first_iteration": int(first), "members": list(members), "lost": list(lost)} if 0 <= first < 2**53:
+            entries = [(one.get("rank"), one.get("why")) for one in lost if isinstance(one, dict)]
+            return Change(first=first, ranks=len(members), lost=[f"rank {rank}: {why}" for rank, why in entries])
+    return None
 
 
 def number(value: object) -> float | None:

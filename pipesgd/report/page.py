@@ -166,16 +166,18 @@ def time_axis(longest: float) -> tuple[Axis, float]:
 
 
 def _marks(run: RunFolder, elapsed: Numbers) -> list[Mark]:
-    """Return a mark where each attempt but the first begins, as far as its iterations are there.
+    """Return a mark where each attempt but the first begins, and where ranks were lost, as far as iterations tell.
 
     ``elapsed`` are the places of the iterations on the axis, at their ends.
     """
     at = run.iterations["iteration"]
     marks = []
-    for index, attempt in enumerate(run.attempts[1:], start=2):
-        before = elapsed[at < attempt.start]
-        if before.size and (at >= attempt.start).any():
-            marks.append(Mark(x=float(before[-1]), text=f"attempt {index}"))
+    told = [(attempt.start, f"attempt {index}") for index, attempt in enumerate(run.attempts[1:], start=2)]
+    told += [(change.first, f"{change.ranks} ranks" if change.ranks > 1 else "1 rank") for change in run.changes]
+    for first, text in told:
+        before = elapsed[at < first]
+        if before.size and (at >= first).any():
+            marks.append(Mark(x=float(before[-1]), text=text))
     return marks
 
 
@@ -287,6 +289,9 @@ def _faults(run: RunFolder) -> list[Child]:
             )
     else:
         content.append(tag("p", "The run's folder does not tell of its attempts."))
+    if changes := run.changes:
+        rows = [["; ".join(one.lost) or "connections were made again", f"{one.first:,}", one.ranks] for one in changes]
+        content.append(table(["ranks that were lost", "the others began with iteration", "ranks left"], rows))
     iterations = run.iterations
     skipped = number(run.summary.get("skipped_updates"))
     skipped = float(np.nansum(iterations["skipped"])) if skipped is None else skipped

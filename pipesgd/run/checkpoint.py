@@ -72,6 +72,15 @@ class Checkpoints:
             self._folder.prune(self._keep, iteration)
         return True
 
+    def save_alone(self, iteration: int, shared: dict[str, Any], own: dict[str, Any], rank: int) -> Path:
+        """Write the checkpoint of ``rank``, the only one that is left here, and return its path. It does not count.
+
+        The arguments are those of ``save``. Raises ``OSError``.
+        """
+        place = self._folder.place_alone(iteration, rank)
+        write_checkpoint(place, Checkpoint(iteration, uuid.uuid4().hex, shared, own), self._ranks)
+        return place
+
     def load_newest(self, what_is_wrong: Check = lambda shared, own: None) -> Checkpoint | None:
         """Return the newest checkpoint that is whole on every rank; None if no rank has any. Nothing is deleted.
 

@@ -25,7 +25,7 @@ from pipesgd.nested import loadable
 from pipesgd.ranks import Ranks
 from pipesgd.run.files import reason, write_atomically, write_text_atomically
 
-FORMAT = 3
+FORMAT = 4
 SHARED = "shared.pt"
 _OWN = re.compile(r"rank-(\d+)\.pt")
 _HEADER = {"save": str, "iteration": int, "world_size": int, "state": dict}

@@ -5,6 +5,7 @@
     iteration-<t>               a checkpoint that all ranks have written
     .iteration-<t>.<save>       one that is being written or named, or was when the run was stopped
     aside-<n>-of-iteration-<t>  one that was moved aside: newer than what all ranks had when the run was resumed
+    alone-<r>-of-iteration-<t>  one of rank r of an elastic run, which had no majority: others may have continued
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pipesgd.run.files import sync_folder
 
 _PUBLISHED = re.compile(r"iteration-([0-9]{1,18})")
 _UNFINISHED = re.compile(r"\.iteration-([0-9]{1,18})\.[0-9a-f]{32}")
-_ASIDE = re.compile(r"aside-[0-9]+-of-iteration-([0-9]{1,18})")
+_ASIDE = re.compile(r"(?:aside|alone)-[0-9]+-of-iteration-([0-9]{1,18})")
 
 
 class CheckpointFolder:
@@ -66,6 +67,13 @@ class CheckpointFolder:
             self.set_aside(iteration)
         claimed.rename(target)
         sync_folder(self.path)
+
+    def place_alone(self, iteration: int, rank: int) -> Path:
+        """Return the path of a checkpoint of ``rank`` alone, at which there is none. Raises ``OSError``."""
+        place = self.path / f"alone-{rank}-of-iteration-{iteration}"
+        if place.exists():
+            shutil.rmtree(place)
+        return place
 
     def set_aside(self, iteration: int) -> Path:
         """Move the checkpoint of ``iteration`` aside and return its new path. Raises ``OSError``."""

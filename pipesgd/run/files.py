@@ -68,9 +68,12 @@ class Appender:
         self._waiting = bytearray()
         self._descriptor: int | None = None
         self._warned = False
+        self._is_dropped = False
 
     def write(self, data: bytes) -> None:
         """Append ``data``, now or with a later write."""
+        if self._is_dropped:
+            return
         self._waiting += data
         if len(self._waiting) >= self.BUFFERED_BYTES:
             self._attempt(sync=False)
@@ -78,6 +81,12 @@ class Appender:
     def flush(self) -> None:
         """Write everything to the disk, if possible."""
         self._attempt(sync=True)
+
+    def drop(self) -> None:
+        """Forget what is not written yet, and write nothing any more."""
+        self._waiting.clear()
+        self._close_file()
+        self._is_dropped = True
 
     def close(self) -> None:
         """Write what is left, or warn if that is impossible."""
@@ -94,6 +103,8 @@ class Appender:
                 os.close(descriptor)
 
     def _attempt(self, *, sync: bool) -> None:
+        if self._is_dropped:
+            return
         try:
             if self._descriptor is not None and sync and os.fstat(self._descriptor).st_nlink == 0:
                 warn(f"{self._path} was removed; it is created again, without its former content")

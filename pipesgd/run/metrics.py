@@ -201,6 +201,10 @@ class MetricsWriter:
     def _add(self, iteration: int, scalars: Mapping[str, float | None]) -> None:
         self._events.add(iteration, {name: value for name, value in scalars.items() if value is not None})
 
+    def drop(self) -> None:
+        """Forget lines that are not written yet: the file is another rank's now."""
+        self._lines.drop()
+
     def flush(self) -> None:
         """Write all metrics to the disk, so that those of a checkpoint written next are there too."""
         self._lines.flush()

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipesgd.data.augmentation import batch_seed
 from pipesgd.errors import CheckpointError, PipesgdError
+from pipesgd.optim.build import scale_rates
 from pipesgd.pipeline.on_pipeline import OnPipeline
 from pipesgd.strategy import Strategy
 
@@ -35,6 +36,8 @@ class RunState:
     strategy: Strategy
     losses: collections.deque[float]
     """Losses of this rank's last batches, up to an epoch of them."""
+    rate_ranks: int = 1
+    """Number of ranks that the learning rate is for: an elastic run that has lost some of them keeps it."""
     seconds: float = field(default=0.0, init=False)
     """Wall-clock seconds of the run up to the checkpoint that it was resumed from."""
     nonfinite: int = field(default=0, init=False)
@@ -51,7 +54,7 @@ class RunState:
             }
         strategy = self.strategy.state_dict()
         means = [gradient.pop("flats") for gradient in _in_flight(strategy)]
-        shared = (replica if self.strategy.replicated else {}) | {"means": means}
+        shared = (replica if self.strategy.replicated else {}) | {"means": means, "rate_ranks": self.rate_ranks}
         own = {
             **({} if self.strategy.replicated else replica),
             "buffers": dict(self.model.named_buffers()),
@@ -63,6 +66,11 @@ class RunState:
             "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         }
         return shared, own
+
+    def scale_rates_to(self, world_size: int) -> None:
+        """Let the learning rate be for this many ranks."""
+        scale_rates(self.optimizer, self.schedule, world_size / self.rate_ranks)
+        self.rate_ranks = world_size
 
     def of_new_rank(self, iteration: int) -> dict[str, Any]:
         """Return what a rank that is new after ``iteration`` has of its own in place of a former rank's."""
@@ -79,6 +87,7 @@ class RunState:
             *(("losses", list, own.get("losses")), ("seconds", float, own.get("seconds"))),
             ("rng", torch.Tensor, own.get("rng")),
             ("means", list, shared.get("means")),
+            ("rate_ranks", int, shared.get("rate_ranks")),
         ]:
             if not isinstance(there, kind):
                 return f"its {part} must be a {kind.__name__}; got {type(there).__name__}"
@@ -136,6 +145,7 @@ class RunState:
             self.strategy.load_state_dict(own["strategy"])
         else:
             cast(OnPipeline, self.strategy).load_members([member["strategy"] for member in members])
+        self.rate_ranks = shared["rate_ranks"]
         self.losses.extend(own["losses"])
         self.seconds = own["seconds"]
         self.nonfinite = sum(member["nonfinite"] for member in members)

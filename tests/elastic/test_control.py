@@ -111,6 +111,15 @@ def test_who_has_no_listener_any_more_has_ended(who: int) -> None:
         assert [one.broken for one in others] == [[], []]
 
 
+@pytest.mark.parametrize("by", [0, 1])
+def test_who_was_left_behind_is_told_even_if_it_waits_to_be_called(by: int) -> None:
+    with members(2) as both:
+        both[by].control.last_word = Wish("you were left behind")
+        both[by].do(lambda: both[by].control.forget(1 - by))
+        wait_until(lambda: both[1 - by].letters[:1] == [(by, Wish("you were left behind"))])
+        assert both[by].ended == []
+
+
 def test_strangers_change_nothing() -> None:
     with members(2) as (one, two):
         hello = HELLO.pack(MAGIC, one.control._session, 1, bytes(32), bytes(32))

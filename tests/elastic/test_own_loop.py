@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pipesgd
 from experiments.forked_ranks import fork_rank, store
 from pipesgd import elastic, replicas
-from pipesgd.elastic.members import is_missed
+from pipesgd.ddp import attach
+from pipesgd.elastic.missed import is_missed
 from pipesgd.errors import UserInputError
 from pipesgd.membership.heartbeat import Beat
 from pipesgd.replicas import weights_sha256
@@ -51,6 +54,29 @@ def _train(folder: Path, wire: pipesgd.Wire) -> None:
     (folder / f"{os.environ['RANK']}.json").write_text(text, encoding="utf-8")
 
 
+def _train_attached(folder: Path, wire: pipesgd.Wire) -> None:
+    """The same loop with DDP, whose group has this rank alone: its members are those of ``ranks``."""
+    torch.manual_seed(0)
+    ranks = elastic.join(least=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ddp_model = DistributedDataParallel(nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 1)))
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01)
+    shares = []
+    with ranks, attach(ddp_model, optimizer, ranks=ranks, wire=wire):
+        for share in ranks.iterations(ITERATIONS):
+            if int(os.environ["RANK"]) == KILLED and share.iteration == AT:
+                os.kill(os.getpid(), signal.SIGKILL)
+            shares.append(
+                [share.iteration, share.slice, share.rank, share.world_size, [one.member for one in share.lost]]
+            )
+            numbers = torch.Generator().manual_seed(share.slice)
+            optimizer.zero_grad()
+            ddp_model(torch.randn(8, 10, generator=numbers)).square().mean().backward()
+            optimizer.step()
+    text = json.dumps([weights_sha256(ddp_model.module), shares])
+    (folder / f"{os.environ['RANK']}.json").write_text(text, encoding="utf-8")
+
+
 def _exit_code(folder: Path, rank: int, wire: pipesgd.Wire, train: Train) -> int:
     try:
         train(folder, wire)
@@ -66,8 +92,9 @@ def _run(folder: Path, wire: pipesgd.Wire, train: Train = _train) -> list[int]:
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def test_the_others_continue_with_their_shares(tmp_path: Path) -> None:
-    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"))
+@pytest.mark.parametrize("train", [_train, _train_attached])
+def test_the_others_continue_with_their_shares(tmp_path: Path, train: Train) -> None:
+    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), train)
     assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
     (first, shares), (other, others) = (
         json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2)
@@ -120,6 +147,56 @@ def test_a_mean_is_of_those_who_remain(tmp_path: Path, when: str) -> None:
     assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
     means = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2)]
     assert means == [[1.0], [1.0]]
+
+
+# ---- Without a majority
+
+
+def _train_until_alone(folder: Path, wire: pipesgd.Wire) -> None:
+    """Ranks 1 and 2 stop; rank 0 saves what it has, and ends them."""
+    ranks = elastic.join(least=1, wait=1.0)
+    me = ranks.rank
+    (folder / f"{me}.pid").write_text(str(os.getpid()), encoding="utf-8")
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    done = 0
+    with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire, codec="int4") as pipeline:
+        try:
+            for share in ranks.iterations(1000):
+                if me and share.iteration == AT:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                model(torch.ones(2, 3)).sum().backward()
+                pipeline.step()
+                done = share.iteration + 1
+        except pipesgd.NotEnoughMembers as error:
+            report = pipeline.flush()
+            state = {
+                "why": str(error),
+                "rank": [ranks.rank, ranks.world_size],
+                "flushed": list(report.applied),
+                "done": done,
+                "samples": ranks.state_dict(),
+                "pipeline": pipeline.state_dict()["world_size"],
+            }
+            (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        finally:
+            for other in (1, 2) if me == 0 else ():
+                os.kill(int((folder / f"{other}.pid").read_text(encoding="utf-8")), signal.SIGKILL)
+
+
+def test_a_rank_without_a_majority_can_save_what_it_has(tmp_path: Path) -> None:
+    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _train_until_alone)
+    assert codes == [0, -9, -9], (tmp_path / "log").read_text(encoding="utf-8")
+    state = json.loads((tmp_path / "state.json").read_text(encoding="utf-8"))
+    assert "1 of 3 ranks of generation 0 are here: no majority came back within 1 s" in state["why"]
+    assert (state["rank"], state["pipeline"]) == ([0, 1], 1)
+    done, samples = state["done"], state["samples"]
+    assert done >= AT
+    assert state["flushed"] == [done - 1]
+    assert (samples["iteration"], samples["fresh"]) == (done, 3 * done)
+    assert all(one % 3 for one in samples["given_back"]), "slices of the others, in iterations that they did not sum"
+    assert {one // 3 for one in samples["given_back"]} <= {done - 2, done - 1}
+    assert samples["given_back"]
 
 
 # ---- Another run continues

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from _links import new_secret
 
-from experiments import elastic_ranks, forked_ranks
+from experiments import elastic_ranks, forked_ranks, integer_sums
 from experiments.elastic_ranks import CHECKPOINT, COMPUTING, EVALUATION, MESSAGES, Ended, Kill
 
 pytestmark = pytest.mark.slow
@@ -173,6 +174,48 @@ def test_a_rank_that_is_silent_for_long_is_left_behind_and_says_so(tmp_path: Pat
     assert ended.codes == {0: 1, 1: 0, 2: 0}, log
     assert "rank 0 is lost: it was silent for 3." in log
     assert "rank 0 was left behind: generation 1 is without it; a restart of the job takes it in again" in log
+
+
+def test_a_rank_without_a_majority_keeps_what_it_has_aside(tmp_path: Path) -> None:
+    """The first of two is silent: it may continue elsewhere, so what the other one has must not count by itself."""
+    stop = [(2.0, 0, signal.SIGSTOP), (9.0, 0, signal.SIGKILL)]
+    words = LONG.replace("--checkpoint-iterations 10", "--checkpoint-iterations 1000")
+    ended, log = _run_with(tmp_path, 2, f"{words} --wait 2", *stop)
+    assert ended.codes == {0: -9, 1: 75}, log
+    assert "rank 1: 1 of 2 ranks of generation 0 are here: no majority came back within 2 s" in log
+    assert "Traceback" not in log
+    checkpoints = tmp_path / "run" / "checkpoints"
+    [kept] = checkpoints.glob("alone-*")
+    done = int(kept.name.removeprefix("alone-1-of-iteration-"))
+    assert f"rank 1: what it has after iteration {done} is in {kept}, and does not count" in log
+    assert done not in [int(path.name.rpartition("-")[2]) for path in checkpoints.glob("iteration-*")]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["iteration"] < done for line in lines)
+
+    kept.rename(checkpoints / f"iteration-{done}")
+    again = elastic_ranks.run(f"{LONG} --resume", 3, tmp_path)
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert set(again.codes.values()) == {0}, log
+    attempts = [json.loads(line) for line in (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()]
+    assert [one["start"] for one in attempts if "start" in one] == [0, done]
+
+
+def test_what_a_rank_without_a_majority_keeps_is_what_the_ranks_have_put_in(tmp_path: Path) -> None:
+    """Its samples are those of the iterations that counted, and those that only it has summed, and no others."""
+    words = f"{integer_sums.OPTIONS} --iterations 4000 --width 2 --transport tcp --elastic 1 --timeout 20 --wait 2"
+    stop = [(1.0, 0, signal.SIGSTOP), (8.0, 0, signal.SIGKILL)]
+    ended, log = _run_with(tmp_path, 2, words, *stop)
+    assert ended.codes == {0: -9, 1: 75}, log
+    [kept] = (tmp_path / "run" / "checkpoints").glob("alone-*")
+    done = int(kept.name.rpartition("-")[2])
+    state = torch.load(kept / "shared.pt", weights_only=True)
+    assert state["world_size"] == 1
+    spans = state["state"]["record"]["spans"]
+    assert [span[:2] for span in spans] == [[0, 2], [done, 1]]
+    *_, given, given_back = spans[1]
+    assert given == 2 * done
+    assert given_back
+    assert set(given_back) <= {2 * iteration for iteration in range(done - 2, done)}, "rank 0's of what was in flight"
 
 
 def test_a_rank_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def test_every_result_is_made_by_one_of_them_or_its_experiment_is_archived() -> 
     beside = {
         "local_steps_accuracy_summary": "local_steps_accuracy",
         "survivors_changes": "survivors",
+        "survivors_on_links_changes": "survivors_on_links",
         "systems_convergence": "systems",
         "validate_timing_model_auto": "validate_timing_model",
     }

@@ -234,6 +234,20 @@ def test_updates_that_were_left_out_and_their_ranks_are_told(tmp_path: Path) -> 
     assert "The guard found that staleness hurts, and went back to width 1, in iteration 2." in page.texts
 
 
+def test_ranks_that_were_lost_are_told(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [line(iteration) for iteration in range(10)])
+    (folder / "summary.json").write_text(json.dumps({"generations": GENERATIONS}))
+    page = page_of(folder)
+    assert "rank 2: its process has ended; rank 1: it was silent for 3.1 s" in page.texts
+    assert {"the others began with iteration", "ranks left", "1 rank"} <= set(page.texts)
+
+
+GENERATIONS = [
+    {"number": 0, "members": [0, 1, 2], "first_iteration": 0, "lost": []},
+    {"number": 1, "members": [0], "first_iteration": 4, "lost": [
+        {"rank": 2, "why": "its process has ended"}, {"rank": 1, "why": "it was silent for 3.1 s"},
+    ]},
+]  # fmt: skip
 PLANNED = {
     "asked": ["width"], "choices": {"width": 2}, "source": "a calibration", "iteration_seconds": 0.4, "low": 0.3,
     "high": 0.6, "job_seconds": 4.0, "support": "interpolated", "reasons": [], "why": ["<width 2>"], "iterations": 10,
@@ -268,7 +282,8 @@ SUMMARY = {
     "network": ["127.0.0.1 (lo)"], "late_iterations": 2, "wall_seconds": 3.5, "iteration_seconds_of_ranks": [0.5, None],
     "compute_seconds_of_ranks": [0.2, 0.4], "loading_share_of_ranks": [0.1, 0.2], "wire_bytes_per_iteration": 1000,
     "skipped_updates": 1, "final": {"train_loss": 1.5, "test_accuracy": 0.5, "test_loss": 1.25},
-    "replicas_identical": True, "versions": {"torch": "2.13"}, "planned": PLANNED | {"measured_seconds": 0.5},
+    "replicas_identical": True, "generations": GENERATIONS,
+    "versions": {"torch": "2.13"}, "planned": PLANNED | {"measured_seconds": 0.5},
 }  # fmt: skip
 """A summary with every entry that a report reads."""
 OPTIONAL = {"loss": 1.0, "test_accuracy": 0.5, "test_loss": 0.5, "prediction_cosine": 0.5, "nonfinite_ranks": [1]}
