@@ -233,12 +233,13 @@ class Faulty:
         ranks, members = self.ranks, self.members
         begin = time.monotonic()
         self._begin(fault)
+        hit = time.monotonic()
         left = who_continues(fault, members)
         if left:
             self._continue(left, fault, begin)
         if fault.seconds < FOR_EVER and fault.kind != KILL:
             ranks.wait(lambda: False, begin + fault.seconds - time.monotonic())
-            since, until = begin + HIT_SECONDS, time.monotonic()
+            since, until = hit + HIT_SECONDS, time.monotonic()
             done = [one for one in members if ranks.done_between(one, since, until)]
             if done and (fault.loses is False or (fault.kind == PARTS and not left)):
                 raise Wrong(f"ranks {done} trained meanwhile")

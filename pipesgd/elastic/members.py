@@ -438,7 +438,7 @@ class Members:
     def _go_alone(self, member: Member, now: float) -> None:
         """Be the only member of the next generation, unless a majority has come back."""
         self._carry_out(member.actions)  # what others had is taken first
-        if member.state is not State.STUCK:
+        if not self._is_stuck:
             return
         record, me, base, settled = member.record, self.me, member.newest, member.settled
         why = {peer: member.peers.why(peer, now) for peer in record.members}
@@ -514,9 +514,11 @@ class Members:
         """Say once when no majority is in reach, or again when one is."""
         if member.state is not State.STUCK:
             self._stuck_since = time.monotonic()
-        # Before, others may be waited for who are silent, and not lost yet.
+        here = member.peers.living(member.record.members, clock())
+        is_stuck = not generation.is_quorum(here, member.record.members, member.peers.certain)
+        # Or messages do not cross; but before, others may be waited for who are silent, and not lost yet.
         says_since = self._stuck_since + self._silence - SILENT_SECONDS
-        is_stuck = member.state is State.STUCK and time.monotonic() >= says_since
+        is_stuck = is_stuck or (member.state is State.STUCK and time.monotonic() >= says_since)
         if is_stuck and not self._is_stuck:
             say(f"{self._here()}: no majority. Waiting for the others (--wait {self.wait:g}); the state is kept")
         self._is_stuck = is_stuck

@@ -170,8 +170,9 @@ def test_a_rank_that_is_silent_for_a_second_is_not_left_behind(tmp_path: Path) -
 def test_a_rank_that_is_silent_for_long_is_left_behind_and_says_so(tmp_path: Path) -> None:
     stop = [(2.0, 0, signal.SIGSTOP), (6.5, 0, signal.SIGCONT)]
     # The others are still there when it is back, however fast the machine is.
-    ended, log = _run_with(tmp_path, 3, LONG.replace("2500", "8000"), *stop)
-    assert ended.codes == {0: 1, 1: 0, 2: 0}, log
+    end = [(9.0, rank, signal.SIGTERM) for rank in (1, 2)]
+    ended, log = _run_with(tmp_path, 3, LONG.replace("2500", "1000000"), *stop, *end)
+    assert ended.codes == {0: 1, 1: 143, 2: 143}, log
     assert "rank 0 is lost: it was silent for 3." in log
     assert "rank 0 was left behind: generation 1 is without it; a restart of the job takes it in again" in log
 
