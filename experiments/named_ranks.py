@@ -62,6 +62,8 @@ LOOK_SECONDS = 0.002
 
 ERROR = re.compile(r"error: rank (\d+): (.*)")
 OTHERS = re.compile(r"\branks? (\d+(?:, \d+)*)")
+IN_ORDER = re.compile(r" with rank \d+ [^;]*failed: it has closed its connections;")
+"""Place of an error whose cause comes after it: a connection that another one of the others has closed in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,8 @@ def named_in(line: str) -> tuple[int, set[int]] | None:
     found = ERROR.match(line)
     if found is None:
         return None
-    return int(found[1]), {int(rank) for words in OTHERS.findall(found[2]) for rank in words.split(", ")}
+    cause = IN_ORDER.sub("", found[2])
+    return int(found[1]), {int(rank) for words in OTHERS.findall(cause) for rank in words.split(", ")}
 
 
 class Watched:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import random
 import shutil
 import signal
@@ -34,7 +35,7 @@ import statistics
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,8 @@ MOST_WORD_SECONDS = 4.0
 """Seconds from a power cut to the words of the other rank."""
 MOST_SECONDS = 30.0
 """Seconds in which anything must come after which a run counts as hung."""
-MORE_ITERATIONS = 10
-"""Iterations with which one rank continues."""
+MORE_SECONDS = 3.0
+"""Seconds for which one rank continues, at least."""
 FOR_EVER = float("inf")
 
 
@@ -408,10 +409,21 @@ class Faulty:
         if most - done > 1:
             raise Wrong(f"{most} iterations were done, and {done} kept")
         kept.rename(kept.with_name(f"iteration-{done}"))
-        words = WORDS.rpartition(" ")[0]
-        ended = elastic_ranks.run(f"{words} {done + MORE_ITERATIONS} --resume", 1, self._folder)
-        if ended.codes != {0: 0}:
-            raise Wrong(f"one rank did not continue: exit codes {ended.codes}")
+        notes = self._folder / "run" / "metrics.jsonl"
+        before, asked = notes.stat().st_mtime, False
+
+        def meanwhile(pids: Mapping[int, int]) -> None:
+            """Ask the rank to stop, once, when it has trained."""
+            nonlocal asked
+            if not asked and notes.stat().st_mtime > before and time.monotonic() > begin + MORE_SECONDS:
+                asked = True
+                os.kill(pids[0], signal.SIGTERM)
+
+        begin = time.monotonic()
+        ended = elastic_ranks.run(f"{WORDS} --resume", 1, self._folder, meanwhile=meanwhile)
+        after = max(iteration for iteration, _ in CheckpointFolder(self._checkpoints).published())
+        if ended.codes != {0: 128 + signal.SIGTERM} or after <= done:
+            raise Wrong(f"one rank did not continue after iteration {done}: exit codes {ended.codes}, {after} done")
 
 
 def describe(fault: Fault) -> str:

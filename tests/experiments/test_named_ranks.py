@@ -17,6 +17,12 @@ from pipesgd import keys
         ("error: rank 2: receive with rank 1 in iteration 4 failed: rank 1 has ended", (2, {1})),
         ("error: rank 0: no heartbeat from ranks 1, 2 for 5 s", (0, {1, 2})),
         ("error: rank 0: no heartbeat from any other rank for 5 s", (0, set())),
+        (
+            "error: rank 1: receive of a header with rank 0 in iteration 19 failed: it has closed its connections; "
+            "no heartbeat from rank 2 for 5 s",
+            (1, {2}),
+        ),
+        ("error: rank 1: receive with rank 0 in iteration 19 failed: it has closed its connections", (1, {0})),
         ("rank 1: a line that is no error", None),
     ],
 )
