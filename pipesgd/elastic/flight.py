@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from pipesgd.flat_buffer import FlatBuffer, sizes_of_flats
 from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import Known, Layout, Outgoing, Reduction
 from pipesgd.ranks import Ranks
+from pipesgd.reducers.base import Undo
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.replicas import sum_buffer
 from pipesgd.rules import ELASTIC, check_rules, options_of_sections
@@ -58,10 +59,8 @@ class ElasticFlight(Flight[Known]):
         super().__init__(ranks, layout, codec, wire, **others)
 
     def _make_thread(self) -> CommunicationThread:
-        self.copies = _Copies()
-        """Memory for copies of a bucket, and of what was left out of sums before, until it is summed."""
-        self.early: dict[tuple[int, int], list[Tensor]] = {}
-        """Copies of buckets that have left and are not being summed yet, by iteration and number."""
+        self.copies = Undo()
+        """Copies of a bucket, and of what was left out of sums before, until it is summed."""
         self.results: dict[int, list[Tensor]] = {}
         """Newest result of each bucket, by the bucket's number."""
         self.at: _Bucket | None = None
@@ -137,14 +136,6 @@ class ElasticFlight(Flight[Known]):
         while self._handed_over:
             self._carry(self._handed_over.pop())
 
-    def _add_carried(self, outgoing: Outgoing, number: int) -> None:
-        super()._add_carried(outgoing, number)
-        if (
-            self.ranks.units.is_running and self.ranks.world_size > 1
-        ):  # the other thread is busy with the network, and this one waits for it
-            flats = outgoing.buffer.buckets[number].flats
-            self.early[outgoing.iteration, number] = self.copies.of(number, flats)
-
     def _take_mean(self, outgoing: Outgoing, number: int) -> None:
         self.at = _Bucket(self, outgoing, number)
         super()._take_mean(outgoing, number)
@@ -177,29 +168,6 @@ class ElasticFlight(Flight[Known]):
     def _end_connections(self) -> None:
         for one in self._ends.closing:
             one()
-
-
-class _Copies:
-    """Memory for copies of tensors, by number, that is used again. Two threads may use it."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[list[Tensor]]] = {}
-
-    def of(self, number: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of ``tensors``, until they are given back."""
-        try:
-            copies = self._free[number].pop()
-        except LookupError:
-            copies = []
-        if [one.shape for one in copies] != [one.shape for one in tensors]:
-            copies = [torch.empty_like(one) for one in tensors]
-        for copy, origin in zip(copies, tensors, strict=True):
-            copy.copy_(origin)
-        return copies
-
-    def give_back(self, number: int, copies: list[Tensor]) -> None:
-        """Let the memory of copies that ``of`` has returned be used again."""
-        self._free.setdefault(number, []).append(copies)
 
 
 class _Buffer(Unit[None]):
@@ -269,34 +237,18 @@ class _Bucket:
         self.settles = None if compare is None else outgoing.iteration + (flight.ahead or 0) + 1
         """Number of iterations whose means are there with this one; None if it is not the last one of a gradient."""
         self._is_alone = flight.connections.ranks.world_size == 1
-        self._copies: list[list[Tensor]] = []
-        """Copies of the bucket, and of what was left out of sums before."""
-        early = flight.early.pop((outgoing.iteration, number), None)
         if not self._is_alone:  # else nobody is left who could be lost
-            flats = flight.copies.of(number, self._bucket.flats) if early is None else early
-            self._copies = [flats, flight.copies.of(-1 - number, flight.reducer.state(self._bucket))]
-
-    def _give_back(self) -> None:
-        """Let the memory of the copies be used again, by whichever thread."""
-        if self._flight.device.type == "cuda":
-            torch.cuda.current_stream(self._flight.device).synchronize()
-        for number, copies in zip((self._number, -1 - self._number), self._copies, strict=False):
-            self._flight.copies.give_back(number, copies)
-        self._copies = []
+            flight.copies.keep(number, [*self._bucket.flats, *flight.reducer.state(self._bucket)])
 
     def put_back(self) -> None:
         """Put back the bucket, and what was left out of sums before."""
-        origins = (self._bucket.flats, self._flight.reducer.state(self._bucket))
-        for tensors, copies in zip(origins, self._copies, strict=False):
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_(copy)
-        self._give_back()
+        self._flight.copies.end(put_back=True)
         del self._outgoing.norms[self._norms_before :]
 
     def result(self, value: Any) -> Result:
         """Return the result as it travels: a copy of the encoded sum, norms, and the report of the last bucket."""
         flight = self._flight
-        self._give_back()
+        flight.copies.end(put_back=False)
         text: list[Any] = [self._outgoing.norms[self._norms_before :]]
         if isinstance(value, Reduction):
             text += [value.finite, value.norm]
@@ -313,7 +265,7 @@ class _Bucket:
     def take(self, result: Result) -> Reduction | None:
         """Take the mean that another member has, after this one has encoded its part of it."""
         flight, outgoing = self._flight, self._outgoing
-        self._give_back()  # whoever completes a ring knows that all have encoded all they had to
+        flight.copies.end(put_back=False)  # whoever completes a ring knows that all have encoded all they had to
         norms, *report = result.text
         ranks = flight.connections.ranks.world_size
         flight.reducer.take_result(self._bucket, [_tensor_of(part).to(flight.device) for part in result.parts], ranks)

@@ -85,12 +85,11 @@ class Units:
         self._settled = 0
         """Number of iterations whose means this process has."""
         self._results: deque[tuple[int, Result]] = deque(maxlen=RESULTS_KEPT)
-        self.is_running = False
-        """True while a unit is done."""
+        self._is_running = False
         self._lock = threading.Lock()
         members.result_of = self._result_of
         members.interrupt = self._interrupt
-        members.is_summing = lambda: self.is_running
+        members.is_summing = lambda: self._is_running
 
     # ---- For the main thread
 
@@ -122,14 +121,14 @@ class Units:
 
     def run(self, unit: Unit[T]) -> tuple[T, Record]:
         """Do ``unit``; return its value, and the generation that has done it."""
-        self.is_running = True
+        self._is_running = True
         try:
             return self._run(unit)
         except BaseException as failure:
             self.members.give_up(failure)  # the main thread may wait for the end of a change
             raise
         finally:
-            self.is_running = False
+            self._is_running = False
 
     def _run(self, unit: Unit[T]) -> tuple[T, Record]:
         number = self._newest + 1
