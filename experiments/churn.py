@@ -75,10 +75,6 @@ def losses(chance: random.Random, every: float) -> Callable[[Mapping[int, int]],
     return meanwhile
 
 
-def _nothing(pids: Mapping[int, int]) -> None:
-    pass
-
-
 def trained(words: str, chance: random.Random | None, every: float) -> tuple[dict[str, Any], int, int]:
     """Return the summary of a run, the ranks that it has lost, and how often it was started.
 
@@ -89,7 +85,7 @@ def trained(words: str, chance: random.Random | None, every: float) -> tuple[dic
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         while True:
-            meanwhile = _nothing if chance is None else losses(chance, every)
+            meanwhile = (lambda pids: None) if chance is None else losses(chance, every)
             resumes = " --resume" if starts else ""
             ended = elastic_ranks.run(words + resumes, RANKS, folder, meanwhile=meanwhile, deadline=DEADLINE_SECONDS)
             starts += 1

@@ -11,7 +11,6 @@ import importlib
 import itertools
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.forked_ranks import fork_rank, store, trained
+from experiments.watched_ranks import WatchedRanks
 from pipesgd.comm.tcp import TcpLinks
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.run import ElasticRun
@@ -87,28 +87,16 @@ def run(
 
     ``meanwhile`` is called again and again with the processes that still run, by rank.
     """
-    ended = Ended()
-    with store() as port:
-        pids = {rank: fork(words, rank, world_size, folder, port, kills) for rank in range(world_size)}
-        of_fd = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
-        poll = select.poll()
-        for fd in of_fd:
-            poll.register(fd, select.POLLIN)
-        until = time.monotonic() + deadline
-        while of_fd:
-            for fd, _ in poll.poll(20):
-                rank = of_fd.pop(fd)
-                ended.times[rank] = time.monotonic()
-                poll.unregister(fd)
-                os.close(fd)
-                _, status = os.waitpid(pids.pop(rank), 0)
-                ended.codes[rank] = os.waitstatus_to_exitcode(status)
-            meanwhile(pids)
-            if pids and time.monotonic() >= until:
-                ended.hung = True
-                for pid in pids.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+    with (
+        store() as port,
+        WatchedRanks(folder, world_size, lambda rank: fork(words, rank, world_size, folder, port, kills)) as ranks,
+    ):
+        until, hung = time.monotonic() + deadline, False
+        while ranks.pids and not hung:
+            ranks.look()
+            meanwhile(ranks.pids)
+            hung = bool(ranks.pids) and time.monotonic() >= until
+    ended = Ended(ranks.codes, ranks.ends, hung=hung)
     for rank in ended.codes:
         with contextlib.suppress(FileNotFoundError):
             found = json.loads((folder / f"iterations-{rank}.json").read_text(encoding="utf-8"))

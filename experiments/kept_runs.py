@@ -53,13 +53,15 @@ class KeptRuns(Generic[Run]):
         label: str,
         *,
         named: Callable[[Planned], str] | None = None,
+        told: Callable[[Run], str] = lambda run: "",
         finished: bool = False,
         ranks: Ranks | None = None,
     ) -> dict[str, Run]:
         """Return the planned runs, by the texts that identify them; the missing ones are made now, unless ``finished``.
 
         ``label`` is that of the progress, which calls a run by ``named``, or else by its text. If ``ranks`` make runs
-        together, all of them call this together, and rank 0 alone has the file, and gets the runs.
+        together, all of them call this together, and rank 0 alone has the file, and gets the runs. What has come of a
+        run is ``told`` in the progress, too.
 
         Raises:
             RunError: a run, or its testbed, failed. All others were made before, unless ``ranks`` make them, which the
@@ -74,7 +76,7 @@ class KeptRuns(Generic[Run]):
         if not finished:
             with command.progress(console, label, len(missing)) as advance:
                 for words, one in missing.items():
-                    name = words if named is None else named(one)
+                    name = outcome = words if named is None else named(one)
                     try:
                         run = make(one)
                     except (RunError, TestbedFailedError) as failure:
@@ -86,7 +88,8 @@ class KeptRuns(Generic[Run]):
                         if has_the_file:
                             done[words] = run
                             self.add(words, run)
-                    advance(1, name)
+                        outcome = f"{name} {told(run)}".rstrip()
+                    advance(1, outcome)
         if failures:
             raise RunError(
                 f"{label}: {len(failures)} of {len(missing)} failed, and are made again by the same command; the first "

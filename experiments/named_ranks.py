@@ -12,28 +12,27 @@ than a second longer than the silence for which heartbeats are waited for.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import random
 import re
-import select
 import signal
 import statistics
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from experiments import command, elastic_ranks, forked_ranks
+from experiments import command, elastic_ranks, forked_ranks, watched_ranks
 from experiments.elastic_ranks import CALLS, CHECKPOINT, EVALUATION, Kill
 from experiments.kept_runs import KeptRuns
 from experiments.results import save, sources
+from experiments.watched_ranks import WatchedRanks
 from pipesgd import keys
 from pipesgd.errors import RunError
 from pipesgd.exit import EXIT_FAILED
@@ -42,7 +41,7 @@ from pipesgd.ranks import Ranks
 
 STATE = Path("runs/named_ranks.json")
 """File of the kept runs, below the folder where the command is started."""
-HARNESS = (Path(__file__), Path(elastic_ranks.__file__), Path(forked_ranks.__file__))
+HARNESS = tuple(Path(str(one.__file__)) for one in (elastic_ranks, forked_ranks, watched_ranks))
 RANKS = 3
 WORDS = (
     "--dataset digits --model mlp --hidden-sizes 64 --batch-size 8 --iterations 1000000 --width 2 "
@@ -96,71 +95,6 @@ def named_in(line: str) -> tuple[int, set[int]] | None:
     return int(found[1]), {int(rank) for words in OTHERS.findall(cause) for rank in words.split(", ")}
 
 
-class Watched:
-    """Forked ranks, whose lines and ends are noted as they come."""
-
-    def __init__(self, words: str, folder: Path, fault: Kill, port: int):
-        os.mkfifo(folder / "log")
-        self._log = os.open(folder / "log", os.O_RDWR | os.O_NONBLOCK)
-        self._text = b""
-        self.lines: list[tuple[float, str]] = []
-        self.pids: dict[int, int] = {}
-        self.ends: dict[int, tuple[float, int]] = {}
-        """Time at which each process had ended, and its exit code."""
-        self.stopped: float | None = None
-        """Time at which the rank that is to be stopped was."""
-        self._fault = fault
-        self._ranks: dict[int, int] = {}
-        self._poll = select.poll()
-        self._poll.register(self._log, select.POLLIN)
-        try:
-            for rank in range(RANKS):
-                self.pids[rank] = elastic_ranks.fork(words, rank, RANKS, folder, port, [fault])
-                self._ranks[fd := os.pidfd_open(self.pids[rank])] = rank
-                self._poll.register(fd, select.POLLIN)
-        except BaseException:
-            self.close()
-            raise
-
-    def look(self) -> None:
-        """Note what has come, after a moment."""
-        for fd, _ in self._poll.poll(LOOK_SECONDS * 1000):
-            now = time.monotonic()
-            if fd == self._log:
-                *whole, self._text = (self._text + os.read(self._log, 1 << 16)).split(b"\n")
-                self.lines += [(now, line.decode(errors="replace")) for line in whole]
-                continue
-            rank = self._ranks.pop(fd)
-            self._poll.unregister(fd)
-            os.close(fd)
-            _, status = os.waitpid(self.pids.pop(rank), 0)
-            self.ends[rank] = now, os.waitstatus_to_exitcode(status)
-        pid = self.pids.get(self._fault.rank)
-        if self._fault.stop and self.stopped is None and pid is not None:
-            found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)
-            self.stopped = None if found is None else time.monotonic()
-
-    def close(self) -> None:
-        """Kill what is left."""
-        for pid in self.pids.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        while self._ranks:
-            self.look()
-        os.close(self._log)
-
-
-@contextlib.contextmanager
-def watched(words: str, folder: Path, fault: Kill) -> Iterator[Watched]:
-    """Yield the ranks of a run, of which none is left afterwards."""
-    with forked_ranks.store() as port:
-        ranks = Watched(words, folder, fault, port)
-        try:
-            yield ranks
-        finally:
-            ranks.close()
-
-
 def named(fault: str, run: int, seed: int, folder: Path, secret: Path) -> Named:
     """Make one run in ``folder``."""
     chance = random.Random(f"{seed}/{fault}/{run}")
@@ -170,12 +104,20 @@ def named(fault: str, run: int, seed: int, folder: Path, secret: Path) -> Named:
     later = chance.choice([0.0, chance.uniform(0.0, 0.005)]) if fault == KILL else 0.0
     hit = Kill(rank=rank, phase=phase, call=CALL.get(phase, AT), seconds=later, stop=fault == STOP)
     others = {*range(RANKS)} - {rank}
-    with watched(words, folder, hit) as ranks:
+    begin: float | None = None
+    with (
+        forked_ranks.store() as port,
+        WatchedRanks(folder, RANKS, lambda one: elastic_ranks.fork(words, one, RANKS, folder, port, [hit])) as ranks,
+    ):
         end = time.monotonic() + DEADLINE_SECONDS
         while others & set(ranks.pids) and time.monotonic() < end:
-            ranks.look()
+            ranks.look(LOOK_SECONDS)
+            if fault == STOP and begin is None and rank in ranks.pids:
+                stopped = os.waitid(os.P_PID, ranks.pids[rank], os.WSTOPPED | os.WNOHANG)
+                begin = None if stopped is None else time.monotonic()
         hung = sorted(others & set(ranks.pids))
-        begin, code = (ranks.stopped, None) if fault == STOP else ranks.ends.get(rank, (None, None))
+    code = None if fault == STOP else ranks.codes[rank]
+    begin = begin if fault == STOP else ranks.ends[rank]
     outcome = functools.partial(Named, run=run, fault=fault, transport=transport, codec=codec, phase=phase, rank=rank)
     said: dict[int, tuple[float, set[int]]] = {}
     for when, line in ranks.lines:
@@ -187,7 +129,7 @@ def named(fault: str, run: int, seed: int, folder: Path, secret: Path) -> Named:
         problem = f"rank {rank} was not hit, and ended with code {code}"
     elif hung:
         problem = f"ranks {hung} did not end"
-    elif codes := {one: ranks.ends[one][1] for one in others if ranks.ends[one][1] != EXIT_FAILED}:
+    elif codes := {one: ranks.codes[one] for one in others if ranks.codes[one] != EXIT_FAILED}:
         problem = f"exit codes {codes}"
     elif wrong := {one: names for one in others if (names := said.get(one, (0.0, set()))[1]) != {rank}}:
         problem = f"not rank {rank} alone was named, but {wrong}"
@@ -202,21 +144,25 @@ def _last(lines: Sequence[tuple[float, str]]) -> str:
 
 def compute(planned: Sequence[tuple[str, int]], seed: int, kept: KeptRuns[Named], console: Console) -> list[Named]:
     """Return the planned runs; those that are not kept yet are made now."""
-    key = f"seed {seed}, code {sources(*HARNESS)[:16]}"
-    done = kept.load()
-    missing = [one for one in planned if f"{key}, {one[0]} {one[1]}" not in done]
-    command.say_kept(console, len(planned), len(missing))
+
+    def make(one: tuple[str, int]) -> Named:
+        with tempfile.TemporaryDirectory() as name:
+            secret = Path(name) / "job.key"
+            keys.make(secret, certificate=True)
+            return named(*one, seed, Path(name), secret)
+
     forked_ranks.import_all()
-    with command.progress(console, "runs", max(1, len(missing))) as advance:
-        for fault, run in missing:
-            with tempfile.TemporaryDirectory() as name:
-                secret = Path(name) / "job.key"
-                keys.make(secret, certificate=True)
-                row = named(fault, run, seed, Path(name), secret)
-            kept.add(f"{key}, {fault} {run}", row)
-            advance(1, f"{fault} {run}: {row.problem or f'{row.seconds:.3f} s'}")
-    done = kept.load()
-    return [done[f"{key}, {fault} {run}"] for fault, run in planned]
+    code = sources(Path(__file__), *HARNESS)[:16]
+    return list(
+        kept.complete(
+            {f"seed {seed}, code {code}, {fault} {run}": (fault, run) for fault, run in planned},
+            make,
+            console,
+            "runs",
+            named=lambda one: f"{one[0]} {one[1]}:",
+            told=lambda row: row.problem or f"{row.seconds:.3f} s",
+        ).values()
+    )
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:

@@ -9,27 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
-import signal
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from experiments.forked_ranks import fork_rank, trained
 from experiments.testbed import Testbed
 from experiments.testbed.namespaces import join_network
+from experiments.watched_ranks import LOOK_SECONDS, WatchedRanks
 from pipesgd.elastic.members import Members
 from pipesgd.elastic.run import ElasticRun, in_summary
 from pipesgd.membership.generation import Record
 from pipesgd.process import variables_of_rank
 
 PORT = 29500
-LOOK_SECONDS = 0.02
 
 
 class Iteration(NamedTuple):
@@ -68,7 +65,7 @@ class Notes:
                     self.generations.append(note)
 
 
-class RanksOnLinks:
+class RanksOnLinks(WatchedRanks):
     """The ranks of a run of ``pipesgd.train``, one on each node of ``testbed``, until the end of the context.
 
     Args:
@@ -78,62 +75,14 @@ class RanksOnLinks:
     """
 
     def __init__(self, testbed: Testbed, words: str, folder: Path):
-        self.codes: dict[int, int] = {}
-        """Exit code of each rank that has ended, negative for a signal."""
-        self.ends: dict[int, float] = {}
-        """Time at which it had ended, in seconds of ``time.monotonic``."""
         self.notes = {rank: Notes(_notes_of(folder, rank)) for rank in range(testbed.nodes)}
-        self.pids: dict[int, int] = {}
-        """Processes that have not ended, by rank."""
-        self._ranks: dict[int, int] = {}
-        self._poll = select.poll()
-        self.lines: list[tuple[float, str]] = []
-        """Lines that the ranks have printed, and when they were read."""
-        self._log = (folder / "log").open("a+b", buffering=0)
-        self._text = b""
         networks = [testbed.network(node) for node in range(testbed.nodes)]
-        try:
-            for rank in range(testbed.nodes):
-                self.pids[rank] = _fork(rank, networks, words, folder)
-                fd = os.pidfd_open(self.pids[rank])
-                self._ranks[fd] = rank
-                self._poll.register(fd, select.POLLIN)
-        except BaseException:
-            self.close()
-            raise
-
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank, if its process has not ended."""
-        if rank in self.pids:
-            os.kill(self.pids[rank], number)
+        super().__init__(folder, testbed.nodes, lambda rank: _fork(rank, networks, words, folder))
 
     def look(self, seconds: float = LOOK_SECONDS) -> None:
-        """Wait for ends of processes, for some seconds at most, and read new notes."""
-        for fd, _ in self._poll.poll(seconds * 1000):
-            rank = self._ranks.pop(fd)
-            self.ends[rank] = time.monotonic()
-            self._poll.unregister(fd)
-            os.close(fd)
-            _, status = os.waitpid(self.pids.pop(rank), 0)
-            self.codes[rank] = os.waitstatus_to_exitcode(status)
+        super().look(seconds)
         for notes in self.notes.values():
             notes.refresh()
-        *whole, self._text = (self._text + self._log.read()).split(b"\n")
-        self.lines += [(time.monotonic(), line.decode(errors="replace")) for line in whole]
-
-    def said(self, text: str) -> float | None:
-        """Return the time at which the first line with this text came; None if there is none."""
-        return next((when for when, line in self.lines if text in line), None)
-
-    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Return True once ``until`` returns True, and False if it has not after this many seconds."""
-        self.look(0.0)
-        end = time.monotonic() + seconds
-        while not until():
-            if time.monotonic() >= end:
-                return False
-            self.look()
-        return True
 
     def done_between(self, rank: int, begin: float, end: float) -> int:
         """Return the number of iterations that a rank has completed between two times."""
@@ -142,22 +91,6 @@ class RanksOnLinks:
     def have_done(self, ranks: Iterable[int], iterations: int, after: float = 0.0) -> bool:
         """Return True if each of ``ranks`` has completed this many iterations after a time."""
         return all(self.done_between(rank, after, float("inf")) >= iterations for rank in ranks)
-
-    def close(self) -> None:
-        """Kill the ranks that are left."""
-        for rank in [*self.pids]:
-            self.signal(rank, signal.SIGKILL)
-        while self._ranks:
-            self.look()
-        self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _notes_of(folder: Path, rank: int) -> Path:

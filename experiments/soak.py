@@ -12,7 +12,6 @@ descriptors or threads, or more memory than by 5 MB, or if the job ends by itsel
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from argparse import Namespace
@@ -29,6 +28,7 @@ from experiments.forked_ranks import fork_rank, store, trained
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, save, sources
 from experiments.strangers import private_bytes
+from experiments.watched_ranks import WatchedRanks
 from pipesgd import keys
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
@@ -83,47 +83,29 @@ def soaked(transport: str, minutes: float, every: float, advance: Any) -> Soaked
     words = f"{WORDS} --transport {transport} --secret-file {secret}"
     looks: dict[str, list[list[int]]] = {name: [] for name in COUNTS}
     seconds: list[float] = []
-    with store() as port:
-        pids = [fork_rank(lambda: trained(words, folder), rank, RANKS, folder, port) for rank in range(RANKS)]
-        ended: dict[int, int] = {}
+    with (
+        store() as port,
+        WatchedRanks(
+            folder, RANKS, lambda rank: fork_rank(lambda: trained(words, folder), rank, RANKS, folder, port)
+        ) as ranks,
+    ):
         begin = time.monotonic()
-        try:
-            while time.monotonic() < begin + 60 * minutes and not ended:
-                due = begin + every * (len(seconds) + 1)
-                while time.monotonic() < due and not ended:
-                    time.sleep(0.2)
-                    ended |= _ended(pids, ended)
-                if ended:
-                    break
-                seconds.append(round(time.monotonic() - begin, 1))
-                for name, values in zip(COUNTS, zip(*map(look, pids), strict=True), strict=True):
-                    looks[name].append(list(values))
-                advance(every / 60, f"{transport}: {looks['descriptors'][-1]} descriptors")
-        finally:
-            for pid in {*pids} - ended.keys():
-                os.kill(pid, signal.SIGTERM)
-            end = time.monotonic() + END_SECONDS
-            early = dict(ended)
-            while len(ended) < RANKS:
-                ended |= _ended(pids, ended)
-                if time.monotonic() > end:
-                    for pid in {*pids} - ended.keys():
-                        os.kill(pid, signal.SIGKILL)
-                time.sleep(0.05)
+        while not ranks.codes and time.monotonic() < begin + 60 * minutes:
+            if ranks.wait(lambda: bool(ranks.codes), begin + every * (len(seconds) + 1) - time.monotonic()):
+                break
+            seconds.append(round(time.monotonic() - begin, 1))
+            for name, values in zip(COUNTS, zip(*map(look, ranks.pids.values()), strict=True), strict=True):
+                looks[name].append(list(values))
+            advance(every / 60, f"{transport}: {looks['descriptors'][-1]} descriptors")
+        early = bool(ranks.codes)
+        for rank in range(RANKS):
+            ranks.signal(rank, signal.SIGTERM)
+        ranks.wait_for_all(END_SECONDS)
     problem = ""
-    if early or set(ended.values()) != {128 + signal.SIGTERM}:
-        last = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
-        problem = f"exit codes {sorted(ended.values())}: {' / '.join(last)}"
+    if early or set(ranks.codes.values()) != {128 + signal.SIGTERM}:
+        last = [line for _, line in ranks.lines[-3:]]
+        problem = f"exit codes {sorted(ranks.codes.values())}: {' / '.join(last)}"
     return Soaked(transport=transport, seconds=seconds, problem=problem, **looks)
-
-
-def _ended(pids: Sequence[int], before: dict[int, int]) -> dict[int, int]:
-    found = {}
-    for pid in {*pids} - before.keys():
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            found[pid] = os.waitstatus_to_exitcode(status)
-    return found
 
 
 def growth(looks: Sequence[Sequence[int]]) -> float:

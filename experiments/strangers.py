@@ -23,10 +23,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
 import re
-import signal
 import socket
 import ssl
 import statistics
@@ -45,6 +43,7 @@ from experiments import command
 from experiments.control_connections import HELD, texts_of
 from experiments.forked_ranks import fork_rank, import_all, store, trained, training
 from experiments.results import Row, save
+from experiments.watched_ranks import WatchedRanks
 from pipesgd import keys
 from pipesgd.errors import RunError
 from pipesgd.membership.watcher import FAILURE, STOPPING, report_key
@@ -88,13 +87,12 @@ class Ended:
     """Bytes by which a rank has grown meanwhile, at most."""
 
 
-class Job:
+class Job(WatchedRanks):
     """Forked ranks in ``folder``, and the port of their store. ``words`` are those of each rank."""
 
     def __init__(self, words: Sequence[str], folder: Path, port: int):
         self.folder, self.port = folder, port
-        self.pids = [_fork(own, rank, folder, port) for rank, own in enumerate(words)]
-        self._codes: dict[int, int] = {}
+        super().__init__(folder, len(words), lambda rank: _fork(words[rank], rank, folder, port))
 
     def done(self) -> list[float]:
         """Return the times at which rank 0 has completed its iterations."""
@@ -103,27 +101,12 @@ class Job:
 
     def runs(self) -> bool:
         """Return True if all ranks run."""
-        for rank, pid in enumerate(self.pids):
-            if rank not in self._codes:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    self._codes[rank] = os.waitstatus_to_exitcode(status)
-        return not self._codes
-
-    def wait(self, seconds: float) -> list[int]:
-        """Return the exit codes of all ranks, of which those that have not ended by then are killed."""
-        end = time.monotonic() + seconds
-        while len(self._codes) < len(self.pids):
-            self.runs()
-            if time.monotonic() >= end:
-                for rank in {*range(len(self.pids))} - self._codes.keys():
-                    os.kill(self.pids[rank], signal.SIGKILL)
-            time.sleep(0.01)
-        return [self._codes[rank] for rank in range(len(self.pids))]
+        self.look(0.0)
+        return not self.codes
 
     def bytes_of_ranks(self) -> list[int]:
         """Return the bytes of each rank's memory that no other process shares."""
-        return [private_bytes(pid) for pid in self.pids]
+        return [private_bytes(pid) for pid in self.pids.values()]
 
 
 def private_bytes(pid: int) -> int:
@@ -153,24 +136,21 @@ def play(words: str | Sequence[str], attack: Attack, *, at_once: bool = False) -
     """Run ranks with these words, or words of each, and attack them when they train, or ``at_once``."""
     with tempfile.TemporaryDirectory() as name, store() as port:
         folder = Path(name)
-        job = Job([words] * RANKS if isinstance(words, str) else words, folder, port)
         before, begin, grown = [0] * RANKS, time.monotonic(), 0
-        try:
-            end = begin + START_SECONDS
-            while not at_once and len(job.done()) < BEGIN and job.runs() and time.monotonic() < end:
-                time.sleep(0.05)
+        with Job([words] * RANKS if isinstance(words, str) else words, folder, port) as job:
+            if not at_once:
+                job.wait(lambda: bool(job.codes) or len(job.done()) >= BEGIN, START_SECONDS)
             if job.runs():
                 before, begin = job.bytes_of_ranks(), time.monotonic()
                 attack(job)
             attacked = time.monotonic()
             if job.runs():
                 grown = max(now - then for now, then in zip(job.bytes_of_ranks(), before, strict=True))
-        finally:
-            codes = job.wait(DEADLINE_SECONDS)
+            job.wait_for_all(DEADLINE_SECONDS)
         summary = folder / "run" / "summary.json"
         times = [(b, b - a) for a, b in itertools.pairwise(job.done())]
         return Ended(
-            codes=codes,
+            codes=[job.codes[rank] for rank in range(RANKS)],
             text=(folder / "log").read_text(encoding="utf-8", errors="replace"),
             weights=json.loads(summary.read_text())["weights_sha256"] if summary.exists() else "",
             seconds_before=_median([one for when, one in times[BEFORE:] if when < begin]),
@@ -190,7 +170,7 @@ def connect(number: int) -> Attack:
     """Return strangers who make ``number`` connections to each port at which a rank listens."""
 
     def attack(job: Job) -> None:
-        places = [place for pid in job.pids for place in listening(pid)]
+        places = [place for pid in job.pids.values() for place in listening(pid)]
         texts = [*texts_of(random.Random(0)), random.Random(1).randbytes(1 << 16), half_a_handshake()]
         held: list[socket.socket] = []
         for one in range(number * len(places)):

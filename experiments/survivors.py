@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments import command, elastic_ranks, forked_ranks
+from experiments import command, elastic_ranks, forked_ranks, watched_ranks
 from experiments.elastic_ranks import CALLS, CHECKPOINT, COMPUTING, EVALUATION, MESSAGES, Ended, Kill
 from experiments.integer_sums import rest, slice_of, span_at, spans_of
 from experiments.kept_runs import KeptRuns
@@ -43,7 +43,7 @@ from pipesgd.ranks import Ranks
 
 STATE = Path("runs/survivors.json")
 """File of the kept runs, below the folder where the command is started."""
-HARNESS = (Path(__file__), Path(elastic_ranks.__file__), Path(forked_ranks.__file__))
+HARNESS = tuple(Path(str(one.__file__)) for one in (elastic_ranks, forked_ranks, watched_ranks))
 ITERATIONS, EVERY = 100, 20
 """Iterations of a run, and about how many lie between two kills."""
 WORDS = (
@@ -181,18 +181,18 @@ def survived(run: int, seed: int, output: Path) -> Survived:
 
 def compute(number: int, seed: int, kept: KeptRuns[Survived], output: Path, console: Console) -> list[Survived]:
     """Return ``number`` runs; those that are not kept yet are made now."""
-    key = f"seed {seed}, code {sources(*HARNESS)[:16]}, run"
-    done = kept.load()
-    missing = [run for run in range(number) if f"{key} {run}" not in done]
-    command.say_kept(console, number, len(missing))
     forked_ranks.import_all()
-    with command.progress(console, "runs", max(1, len(missing))) as advance:
-        for run in missing:
-            row = survived(run, seed, output)
-            kept.add(f"{key} {run}", row)
-            advance(1, f"run {run}: {row.killed} killed, {row.left} left {row.problem}")
-    done = kept.load()
-    return [done[f"{key} {run}"] for run in range(number)]
+    code = sources(Path(__file__), *HARNESS)[:16]
+    return list(
+        kept.complete(
+            {f"seed {seed}, code {code}, run {run}": run for run in range(number)},
+            lambda run: survived(run, seed, output),
+            console,
+            "runs",
+            named=lambda run: f"run {run}:",
+            told=lambda row: f"{row.killed} killed, {row.left} left {row.problem}",
+        ).values()
+    )
 
 
 def lines_of(changes: Sequence[tuple[int, float]]) -> list[dict[str, str]]:

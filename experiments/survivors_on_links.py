@@ -43,7 +43,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from experiments import accelerators, command, elastic_ranks, forked_ranks, integer_sums, ranks_on_links, survivors
+from experiments import (
+    accelerators,
+    command,
+    elastic_ranks,
+    forked_ranks,
+    integer_sums,
+    ranks_on_links,
+    survivors,
+    watched_ranks,
+)
 from experiments.integer_sums import slice_of, span_at, spans_of
 from experiments.kept_runs import KeptRuns
 from experiments.ranks_on_links import Iteration, RanksOnLinks, checksum
@@ -59,7 +68,7 @@ STATE = Path("runs/survivors_on_links.json")
 """File of the kept runs, below the folder where the command is started."""
 HARNESS = tuple(
     Path(str(module.__file__))
-    for module in (ranks_on_links, forked_ranks, survivors, integer_sums, accelerators, elastic_ranks)
+    for module in (ranks_on_links, forked_ranks, survivors, integer_sums, accelerators, elastic_ranks, watched_ranks)
 )
 RATE = 200e6
 WIDTH = 2
@@ -474,19 +483,18 @@ def compute(
     planned: Sequence[tuple[str, int]], seed: int, kept: KeptRuns[Survived], output: Path, console: Console
 ) -> list[Survived]:
     """Return the planned runs; those that are not kept yet are made now."""
-    code = sources(Path(__file__), *HARNESS)[:16]
-    keys = {one: f"seed {seed}, code {code}, {one[0]} {one[1]}" for one in planned}
-    done = kept.load()
-    missing = [one for one in planned if keys[one] not in done]
-    command.say_kept(console, len(planned), len(missing))
     forked_ranks.import_all()
-    with command.progress(console, "runs", max(1, len(missing))) as advance:
-        for kind, run in missing:
-            row = survived(kind, run, seed, output)
-            kept.add(keys[kind, run], row)
-            advance(1, f"{kind} {run}: {row.lost} lost {row.problem}")
-    done = kept.load()
-    return [done[keys[one]] for one in planned]
+    code = sources(Path(__file__), *HARNESS)[:16]
+    return list(
+        kept.complete(
+            {f"seed {seed}, code {code}, {kind} {run}": (kind, run) for kind, run in planned},
+            lambda one: survived(*one, seed, output),
+            console,
+            "runs",
+            named=lambda one: f"{one[0]} {one[1]}:",
+            told=lambda row: f"{row.lost} lost {row.problem}",
+        ).values()
+    )
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:

@@ -23,6 +23,7 @@ from experiments.forked_ranks import fork_rank, store
 from pipesgd import elastic, replicas
 from pipesgd.ddp import attach
 from pipesgd.elastic.missed import is_missed
+from pipesgd.elastic.ranks import ElasticRanks
 from pipesgd.errors import UserInputError
 from pipesgd.membership.heartbeat import Beat
 from pipesgd.replicas import weights_sha256
@@ -35,45 +36,44 @@ Train = Callable[[Path, pipesgd.Wire], None]
 
 
 def _train(folder: Path, wire: pipesgd.Wire) -> None:
-    torch.manual_seed(0)
-    ranks = elastic.join(least=2)
-    model = nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 1))
+    ranks, model = _begin()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    shares = []
     with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire, codec="int8") as pipeline:
-        for share in ranks.iterations(ITERATIONS):
-            if int(os.environ["RANK"]) == KILLED and share.iteration == AT:
-                os.kill(os.getpid(), signal.SIGKILL)
-            shares.append(
-                [share.iteration, share.slice, share.rank, share.world_size, [one.member for one in share.lost]]
-            )
-            numbers = torch.Generator().manual_seed(share.slice)
-            model(torch.randn(8, 10, generator=numbers)).square().mean().backward()
-            pipeline.step()
-    text = json.dumps([weights_sha256(model), shares])
-    (folder / f"{os.environ['RANK']}.json").write_text(text, encoding="utf-8")
+        shares = _shares(ranks, model, pipeline.step)
+    _leave(folder, model, shares)
 
 
 def _train_attached(folder: Path, wire: pipesgd.Wire) -> None:
     """The same loop with DDP, whose group has this rank alone: its members are those of ``ranks``."""
+    ranks, model = _begin()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ddp_model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01)
+    with ranks, attach(ddp_model, optimizer, ranks=ranks, wire=wire):
+        shares = _shares(ranks, ddp_model, lambda: (optimizer.step(), optimizer.zero_grad()))
+    _leave(folder, model, shares)
+
+
+def _begin() -> tuple[ElasticRanks, nn.Module]:
     torch.manual_seed(0)
     ranks = elastic.join(least=2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ddp_model = DistributedDataParallel(nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 1)))
-    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01)
-    shares = []
-    with ranks, attach(ddp_model, optimizer, ranks=ranks, wire=wire):
-        for share in ranks.iterations(ITERATIONS):
-            if int(os.environ["RANK"]) == KILLED and share.iteration == AT:
-                os.kill(os.getpid(), signal.SIGKILL)
-            shares.append(
-                [share.iteration, share.slice, share.rank, share.world_size, [one.member for one in share.lost]]
-            )
-            numbers = torch.Generator().manual_seed(share.slice)
-            optimizer.zero_grad()
-            ddp_model(torch.randn(8, 10, generator=numbers)).square().mean().backward()
-            optimizer.step()
-    text = json.dumps([weights_sha256(ddp_model.module), shares])
+    return ranks, nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 1))
+
+
+def _shares(ranks: ElasticRanks, model: nn.Module, step: Callable[[], object]) -> list[list[Any]]:
+    """Train ``model``, and return this rank's shares; one rank is killed."""
+    shares: list[list[Any]] = []
+    for share in ranks.iterations(ITERATIONS):
+        if int(os.environ["RANK"]) == KILLED and share.iteration == AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        shares.append([share.iteration, share.slice, share.rank, share.world_size, [one.member for one in share.lost]])
+        model(torch.randn(8, 10, generator=torch.Generator().manual_seed(share.slice))).square().mean().backward()
+        step()
+    return shares
+
+
+def _leave(folder: Path, model: nn.Module, shares: list[list[Any]]) -> None:
+    text = json.dumps([weights_sha256(model), shares])
     (folder / f"{os.environ['RANK']}.json").write_text(text, encoding="utf-8")
 
 
