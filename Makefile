@@ -10,8 +10,8 @@ export OMP_NUM_THREADS ?= 1
 # Compiled sources and tests are kept, for the many processes of the tests, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two tests at a time: most of them wait, but their deadlines are for no more than that.
-WORKERS := --numprocesses 2 --dist worksteal
+# Three tests at a time, on two cores: most of them wait, but their deadlines are for no more than that.
+WORKERS := --numprocesses 3 --dist worksteal
 
 # make cuts names at blanks; a backslash keeps those of a folder together. In a shell's line, quotes do.
 empty :=

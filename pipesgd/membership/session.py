@@ -62,12 +62,14 @@ def open_session(
     check_secret = _secret_check(calls, number)
 
     def answer() -> bool:
+        # Names are read first: one that is read later may be of a rank that has joined, and is at its next session.
+        present = [other for other in missing if calls.check([f"name of rank {other}"])]
+        names = {other: decode_text(calls.get([f"name of rank {other}"])[0]) for other in present}
         missing[:] = [other for other in missing if not calls.check([f"{me}/joined by {other}"])]
         check_secret(missing)
         for other in missing:
-            if calls.check([f"name of rank {other}"]):
-                name = decode_text(calls.get([f"name of rank {other}"])[0])
-                calls.set(f"answer to {name}", me)
+            if other in names:
+                calls.set(f"answer to {names[other]}", me)
         return not missing
 
     if not poll(answer, timeout):

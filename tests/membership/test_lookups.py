@@ -46,6 +46,7 @@ def store() -> Any:
     return held
 
 
+@pytest.mark.slow
 def test_slow_look_ups_are_reported_once_with_the_cure(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(3):
         with suspecting_lookups("127.0.0.1"):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from _rank_threads import in_threads
 from _ranks import run_ranks
 from _waiting import wait_until
 
@@ -430,6 +431,35 @@ def test_a_process_that_had_not_joined_is_replaced_without_a_word() -> None:
     open_session(store, 1, 2, DEADLINE)
     meeting.join()
     assert not store.check([f"a session/{watcher.FAILURE}"])
+
+
+class Overtaken(dist.HashStore):
+    """A store in which rank 1 is at its second session before rank 0 hears that it was not yet in the first."""
+
+    overtaken = False
+
+    def check(self, keys: list[str]) -> bool:
+        found = super().check(keys)
+        if keys[0].endswith("/joined by 1") and super().check(["name of rank 1"]) and not self.overtaken:
+            self.overtaken = True
+            name = self.get("name of rank 1")
+            self.set(f"answer to {name.decode()}", keys[0].removesuffix("/joined by 1"))
+            wait_until(lambda: self.get("name of rank 1") != name)
+        return found
+
+
+def test_a_rank_that_has_joined_is_not_answered_again_when_it_is_at_its_next_session() -> None:
+    store = Overtaken()
+    sessions: list[list[dist.Store]] = [[], []]
+
+    def meet_twice(rank: int) -> None:
+        for _ in range(2):
+            sessions[rank].append(open_session(store, rank, 2, DEADLINE))
+
+    in_threads(2, meet_twice, 2 * DEADLINE)
+    for attempt in range(2):
+        sessions[0][attempt].set("attempt", f"{attempt}")
+    assert [session.get("attempt") for session in sessions[1]] == [b"0", b"1"]
 
 
 def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a_rank_that_does_not_is_not(
