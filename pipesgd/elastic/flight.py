@@ -18,7 +18,7 @@ from pipesgd.elastic.letters import Result
 from pipesgd.elastic.ranks import ElasticRanks
 from pipesgd.elastic.units import Unit
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import FlatBuffer, sizes_of_flats
+from pipesgd.flat_buffer import FlatBuffer, on_device, sizes_of_flats
 from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import Known, Layout, Outgoing, Reduction
 from pipesgd.ranks import Ranks
@@ -66,7 +66,8 @@ class ElasticFlight(Flight[Known]):
         self.at: _Bucket | None = None
         """Bucket that the communication thread sums; None in another meeting."""
         self._handed_over: list[dict[int, Tensor]] = []
-        """Values left out of sums that the last member's next gradient gets, since it sums nothing any more."""
+        """Values left out of sums that this rank's next gradient gets: of a member that has left, or its own, if it is
+        the last one, which sums nothing any more."""
         self._is_connected = False
         self.ahead: int | None = None
         """Iterations by which the record is ahead of the pipeline, which may begin from 0 in a run that continues; None
@@ -76,6 +77,8 @@ class ElasticFlight(Flight[Known]):
     def _connect(self, ranks: Ranks) -> None:
         units = self.ranks.units
         units.on_change = self._on_change
+        units.left_out = self._give_away
+        self.ranks.members.leaving.take_over = self._take_over
         units.reconnect()
         units.call(lambda ranks: None)
 
@@ -97,9 +100,8 @@ class ElasticFlight(Flight[Known]):
             assert isinstance(self.reducer, DenseReducer), "others were refused"
             self._is_connected = True
         self.ranks.units.abort = self.connections.abort
-        if ranks.world_size == 1 and (left_out := self.reducer.state_dict()["residuals"]):
+        if ranks.world_size == 1 and (left_out := self._forget_left_out()):
             self._handed_over.append(dict(enumerate(left_out)))
-            self.reducer.load_state_dict({"residuals": []})
 
     def next_outgoing(self, iteration: int) -> Outgoing:
         self._take_what_was_handed_over()
@@ -131,6 +133,25 @@ class ElasticFlight(Flight[Known]):
     def state_dict(self) -> dict[str, Any]:
         self._take_what_was_handed_over()
         return super().state_dict()
+
+    def _forget_left_out(self) -> list[Tensor]:
+        """Return what the codec has left out of sums, which has none of it from then on. On the thread."""
+        left_out: list[Tensor] = self.reducer.state_dict()["residuals"]
+        self.reducer.load_state_dict({"residuals": []})
+        return left_out
+
+    def _give_away(self) -> Result | None:
+        """Return what this rank, which leaves, has left out, if it has. On the thread."""
+        left_out = self._forget_left_out() if self._is_connected else []
+        return Result(None, [_bytes_of(one) for one in left_out]) if left_out else None
+
+    def _take_over(self, result: Result) -> bool:
+        """Give this rank's next gradient what a member that leaves has left out. On the members' thread."""
+        left_out = [_tensor_of(part).view(torch.float32) for part in result.parts]
+        if [len(one) for one in left_out] != sizes_of_flats(self.layout.of_buckets())[: len(left_out)]:
+            return False
+        self._handed_over.append(dict(enumerate(on_device(left_out, self.device))))
+        return True
 
     def _take_what_was_handed_over(self) -> None:
         while self._handed_over:

@@ -56,7 +56,21 @@ class Result:
     parts: Sequence[memoryview | bytes] = ()
 
 
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*typing.get_args(messages.Message), Value, Wish, Goodbye)}
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Values that the codec of the sender, which leaves, has left out: the receiver's next gradient gets them."""
+
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Answer that ``LeftOut`` has arrived."""
+
+
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (*typing.get_args(messages.Message), Value, Wish, Goodbye, LeftOut, Taken)
+}
 _PARTS = (Record, Span, Lost)
 
 
@@ -70,8 +84,9 @@ def encode(letter: Any) -> list[bytes | memoryview]:
             value = {}
             for unit, result in letter.results.items():
                 assert isinstance(result, Result)
-                value[unit] = [result.text, [len(part) for part in result.parts]]
-                behind += result.parts
+                value[unit] = _without_bytes(result, behind)
+        elif isinstance(value, Result):
+            value = _without_bytes(value, behind)
         fields[field.name] = dataclasses.asdict(value) if isinstance(value, _PARTS) else value
     text = json.dumps([type(letter).__name__, fields]).encode()
     return [HEAD.pack(len(text), sum(map(len, behind))) + text, *behind]
@@ -88,13 +103,21 @@ def decoded(text: bytes, behind: bytes) -> Any:
         kind = _KINDS[name]
         if kind is Results:
             fields["results"] = _results(fields["results"], behind)
+        elif kind is LeftOut:
+            fields["result"] = _results({0: fields["result"]}, behind)[0]
         hints = _hints(kind)
         return kind(**{key: _read(hints[key], value) for key, value in fields.items()})
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as problem:
         raise MalformedValue(f"it must be a member's message; got {text[:40]!r} ({problem})") from problem
 
 
-def _results(found: Mapping[str, Any], behind: bytes) -> dict[int, Result]:
+def _without_bytes(result: Result, behind: list[bytes | memoryview]) -> list[Any]:
+    """Return what JSON says of ``result``, and add its bytes to those ``behind``."""
+    behind += result.parts
+    return [result.text, [len(part) for part in result.parts]]
+
+
+def _results(found: Mapping[Any, Any], behind: bytes) -> dict[int, Result]:
     results, position = {}, 0
     for unit, (text, lengths) in found.items():
         parts = []

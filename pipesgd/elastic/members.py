@@ -21,7 +21,8 @@ from typing import Any
 
 from pipesgd.comm.greeting import Wrap
 from pipesgd.elastic.control import ControlConnections
-from pipesgd.elastic.letters import Goodbye, Result, Value, Wish
+from pipesgd.elastic.leaving import HANDED_OVER_SECONDS, Leaving
+from pipesgd.elastic.letters import Goodbye, LeftOut, Result, Taken, Value, Wish
 from pipesgd.elastic.missed import is_missed
 from pipesgd.errors import DeadlineExceeded, LeftBehind, RunError
 from pipesgd.exit import EXIT_FAILED
@@ -47,8 +48,6 @@ from pipesgd.membership.protocol import Member
 from pipesgd.process import say
 from pipesgd.ranks import Ranks
 
-SIGNALS_SECONDS = 2.0
-"""Seconds in which all members must be asked to stop to end together, with a checkpoint of all."""
 CONNECTED_SECONDS = 0.005
 """Seconds between two looks whether all members are connected."""
 HANGS_SECONDS = 5.0
@@ -88,8 +87,6 @@ class Members:
         """Function that ends what the communication thread waits for, and lets it call ``next_record``."""
         self.result_of: Callable[[int], Result | None] = lambda unit: None
         """Function that returns the result of a unit that this process still has; else None."""
-        self.signal: Callable[[], str | None] = lambda: None
-        """Function that returns the name of the signal that has asked this process to stop, if one has."""
         self.record = first_record(range(ranks.world_size))
         """Newest generation that the communication thread has entered."""
         self.history: list[tuple[Record, float]] = [(self.record, time.time())]
@@ -116,8 +113,6 @@ class Members:
         self._values: dict[tuple[int, str], str] = {}
         """Values that members share, by generation and key."""
         self._events: deque[Event] = deque()
-        self._wishes: dict[int, float] = {}
-        """Times at which members were asked to stop by a signal."""
         self._answered: set[int] = set()
         """Members whose first heartbeat was answered at once, so that their lease begins."""
         self.is_summing: Callable[[], bool] = lambda: False
@@ -141,6 +136,8 @@ class Members:
         self._control = ControlConnections(
             ranks, wrap, on_letter=self._hear, on_sign=self._on_sign, on_end=self._on_end, on_break=self._on_break
         )
+        self.leaving = Leaving(self.me, self._control.send, self._post)
+        """Way in which this process leaves if it is asked to stop."""
         self._thread = threading.Thread(target=self._run, name="pipesgd-members", daemon=True)
         self._thread.start()
 
@@ -190,6 +187,11 @@ class Members:
         """Raise ``Interrupted`` if ``is_interrupted``."""
         if self.is_interrupted:
             raise Interrupted
+
+    def wait_for_change(self) -> None:
+        """Wait until a change has begun, for as long as a member that leaves may take to hand over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_interrupted or self._is_closed, HANDED_OVER_SECONDS)
 
     def holds(self, unit: int, settled: int) -> None:
         """Note that this rank has done ``unit``, and has with it the means of ``settled`` iterations."""
@@ -283,7 +285,7 @@ class Members:
 
     def stop_listening(self) -> None:
         """Let signals be no request to leave any more: training is done."""
-        self.signal = lambda: None
+        self.leaving.signal = lambda: None
 
     def give_up(self, failure: BaseException) -> None:
         """Let ``begin`` fail from now on: what the communication thread does has failed."""
@@ -345,7 +347,7 @@ class Members:
             if now > due + STOPPED_SECONDS:
                 self._awake_since = now
             if now >= due and not self._is_over and (member := self._member) is not None:
-                self._look_for_signals(member, clock())
+                self._look_for_signals(member)
                 member.tick(clock())
                 self._note_state(member)
                 self._look_for_hang(member, self._share_standing(member.record))
@@ -402,20 +404,20 @@ class Members:
             settled = self._member.settled
             self._control.send(action.to, Results(action.generation, action.ballot, results, settled))
 
-    def _hear(self, peer: int, letter: Message | Value | Wish | Goodbye) -> None:
+    def _hear(self, peer: int, letter: Message | Value | Wish | LeftOut | Taken | Goodbye) -> None:
         match letter:
             case Value():
                 self._keep(letter.generation, letter.key, letter.value)
-            case Wish():
-                self._wishes.setdefault(peer, clock())
+            case Wish() | LeftOut() | Taken():
+                self.leaving.hear(peer, letter, self._member, clock())
                 if self._member is not None:
-                    self._look_for_signals(self._member, clock())
+                    self._look_for_signals(self._member)
             case Goodbye():
                 self._is_over = True
             case _ if self._member is None:
                 self._early.append((peer, letter))
             case _:
-                if isinstance(letter, Prepare) and self._all_asked(self._member):
+                if isinstance(letter, Prepare) and self.leaving.all_asked(self._member):
                     self._member.vote.leaves = True
                 self._member.receive(peer, letter, clock())
                 if isinstance(letter, Beat) and peer not in self._answered:
@@ -463,23 +465,9 @@ class Members:
                 self._values[generation, key] = value
                 self._changed.notify_all()
 
-    def _look_for_signals(self, member: Member, now: float) -> None:
-        """Leave some time after a signal has asked this process to stop, or at once if all were asked."""
-        signal = self.signal()
-        if signal is None or self.stop_at is not None or member.state is State.OUT:
-            return
-        if self.me not in self._wishes:
-            self._wishes[self.me] = now
-            for peer in member.record.members:
-                if peer != self.me:
-                    self._control.send(peer, Wish(signal))
-        late = now >= self._wishes[self.me] + SIGNALS_SECONDS
-        if (late or self._all_asked(member)) and not member.vote.leaves:
-            member.leave(now)
-
-    def _all_asked(self, member: Member) -> bool:
-        """Return True if all members are known to have been asked to stop."""
-        return all(peer in self._wishes for peer in member.record.members)
+    def _look_for_signals(self, member: Member) -> None:
+        if self.stop_at is None:
+            self.leaving.look(member, clock())
 
     def _share_standing(self, record: Record) -> heartbeat.Beat:
         """Let the others know what this process does, and return it: who makes progress is waited for longer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -50,7 +51,7 @@ class ElasticRun(Run):
 
     def train(self) -> None:
         ranks = self._ranks
-        ranks.members.signal = lambda: ranks.standing.farewell.requested
+        ranks.members.leaving.signal = lambda: ranks.standing.farewell.requested
         span = self.job.batches.record.next_span(self.start, ranks.world_size)
         first = first_record(range(ranks.world_size), self.start, span.given_back, span.given)
         ranks.units.start(first)
@@ -92,12 +93,14 @@ class ElasticRun(Run):
 
     def _say_changes(self) -> None:
         """Tell of the members that were lost since this was called last, on the first member."""
-        history = self._ranks.members.history
-        while self._said + 1 < len(history):
+        members = self._ranks.members
+        while self._said + 1 < len(members.history):
             self._said += 1
-            record, _ = history[self._said]
-            if record.members[0] == self._ranks.members.me:
-                say(sentence(record, self.job.config.samples_per_rank))
+            record, _ = members.history[self._said]
+            if record.members[0] == members.me:
+                config = self.job.config
+                taken_over = None if config.compression.codec == "fp32" else members.leaving.taken_over
+                say(sentence(record, config.samples_per_rank, taken_over))
 
     def _follow(self, span: Span) -> None:
         """Count iterations and samples from here on as those of the members of ``span``."""
@@ -196,8 +199,14 @@ def in_summary(record: Record) -> dict[str, Any]:
     }
 
 
-def sentence(record: Record, samples: int) -> str:
-    """Return the line that tells of the change to ``record``, where a slice has this many ``samples``."""
+def sentence(record: Record, samples: int, taken_over: Collection[int] | None = ()) -> str:
+    """Return the line that tells of the change to ``record``.
+
+    Args:
+        samples: number of samples of a slice.
+        taken_over: lost members of whom the first member has what their codec had left out; None if it leaves nothing
+            out.
+    """
     slices = sum(len(one.slices) for one in record.lost)
     again = record.first - record.settled
     what = "; ".join(f"rank {one.member} is lost: {one.why}" for one in record.lost) or "connections were made again"
@@ -211,6 +220,13 @@ def sentence(record: Record, samples: int) -> str:
             f"1 slice ({samples} samples) is" if slices == 1 else f"{slices} slices ({slices * samples} samples) are"
         )
         text += f"; {given} given out again"
-    if record.lost:
-        text += "; what its codec had left out is lost"
+    if taken_over is None:
+        return text
+    lost = {one.member for one in record.lost}
+    for those, where in (
+        (lost.difference(taken_over), "lost"),
+        (lost & {*taken_over}, f"with rank {record.members[0]}"),
+    ):
+        if those:
+            text += f"; what the codec of {named(sorted(those))} had left out is {where}"
     return text

@@ -77,6 +77,8 @@ class Units:
         """Function that connects to the ranks of a generation, called before the next unit; None without any sums."""
         self.abort: Callable[[BaseException], None] = lambda error: None
         """Function that ends the waits of the unit that is being done."""
+        self.left_out: Callable[[], Result | None] = lambda: None
+        """Function that returns what the codec has left out of sums, if it has, and forgets it; for this thread."""
         self.ranks = ranks_of(members.record)
         """Ranks of the newest generation, for the communication thread."""
         self._ranks_of = ranks_of
@@ -90,6 +92,7 @@ class Units:
         members.result_of = self._result_of
         members.interrupt = self._interrupt
         members.is_summing = lambda: self._is_running
+        members.leaving.give_away = self._give_away
 
     # ---- For the main thread
 
@@ -200,6 +203,19 @@ class Units:
             except BaseException as failure:
                 self.members.give_up(failure)
                 raise
+
+    def _give_away(self, then: Callable[[Result | None], None]) -> None:
+        """Call ``then`` between two units with what the codec has left out; before the change begins that this leads
+        to, no other unit is done, of which something would be left out, too."""
+
+        def give() -> None:
+            then(self.left_out())
+            self.members.wait_for_change()
+
+        try:
+            self.thread.submit(give)
+        except UserInputError:  # it was closed: nothing is done any more
+            then(None)
 
     def close(self) -> None:
         """End the thread."""

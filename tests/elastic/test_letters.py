@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipesgd.elastic.letters import HEAD, Goodbye, Result, Value, Wish, decoded, encode
+from pipesgd.elastic.letters import HEAD, Goodbye, LeftOut, Result, Taken, Value, Wish, decoded, encode
 from pipesgd.membership.generation import NO_BALLOT, Ballot, first_record, next_record
 from pipesgd.membership.messages import (
     Accept,
@@ -44,6 +44,7 @@ LETTERS = [
     Value(2, "exchange of 3/1/pace", None),
     Wish("SIGTERM"),
     Goodbye(),
+    Taken(),
 ]
 
 
@@ -70,6 +71,12 @@ def test_a_result_arrives_with_its_bytes() -> None:
     }
 
 
+def test_what_was_left_out_arrives_with_its_bytes() -> None:
+    got = _read(b"".join(encode(LeftOut(Result(None, (b"abc", b"defg"))))))
+    assert isinstance(got, LeftOut)
+    assert [bytes(part) for part in got.result.parts] == [b"abc", b"defg"]
+
+
 @pytest.mark.parametrize(
     ("text", "behind"),
     [
@@ -83,6 +90,8 @@ def test_a_result_arrives_with_its_bytes() -> None:
         (b'["Accepted", {"generation": 1, "ballot": [1]}]', b""),
         (b'["Suspect", {"record": {"number": 1}}]', b""),
         (b'["Results", {"generation": 1, "ballot": [1, 2], "results": {"4": [null, [3]]}, "settled": 1}]', b"ab"),
+        (b'["LeftOut", {"result": [null, [3]]}]', b"abcd"),
+        (b'["LeftOut", {"result": 3}]', b""),
         (b"[" * 100_000, b""),
     ],
 )

@@ -223,6 +223,7 @@ def test_a_rank_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
     ended, log = _run_with(tmp_path, 3, LONG, (2.0, 1, signal.SIGTERM))
     assert ended.codes == {0: 0, 1: 143, 2: 0}, log
     assert "rank 1 is lost: it asked to leave" in log
+    assert "what the codec of rank 1 had left out is with rank 0" in log
 
 
 def test_all_that_are_asked_to_stop_write_a_checkpoint_together(tmp_path: Path) -> None:

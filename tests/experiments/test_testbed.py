@@ -446,14 +446,20 @@ for _ in range(int(sys.argv[2])):
 """
 
 
+def _reach(bed: testbed.Testbed) -> None:
+    """Try until node 0 has reached node 1."""
+    while said(on(bed, 0, CONNECT, bed.address(1), 60)) != "reached\n":
+        pass
+
+
 def test_packets_are_lost_as_often_as_asked(cluster: Callable[..., testbed.Testbed]) -> None:
     bed = cluster(2, testbed.Link(rate=1e8, loss=0.5))
     counter = on(bed, 1, COUNT)
     assert counter.stdout is not None
     assert counter.stdout.readline() == "listening\n"
-    while said(on(bed, 0, CONNECT, bed.address(1), 60)) != "reached\n":
-        pass  # addresses are asked for in packets too
+    _reach(bed)  # addresses are asked for in packets too
     said(on(bed, 0, THROW, bed.address(1), 200))
+    _reach(bed)  # so the packets before have arrived
     count = int(counter.communicate("")[0])
     assert 60 <= count <= 140  # of 200: five standard deviations
 
