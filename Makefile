@@ -13,6 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # Three tests at a time, on two cores: most of them wait, but their deadlines are for no more than that.
 WORKERS := --numprocesses 3 --dist worksteal
 
+# Tests of ranks that exchange gradients, but for those that name their transports.
+EXCHANGES := -m slow tests/comm tests/reducers tests/pipeline tests/test_ddp.py \
+	--ignore tests/comm/test_transports.py --ignore tests/comm/test_tcp.py
+
 # make cuts names at blanks; a backslash keeps those of a folder together. In a shell's line, quotes do.
 empty :=
 STAMPS := $(subst $(empty) $(empty),\ ,$(VENV))
@@ -34,17 +38,19 @@ test: lint
 check: lint
 	$(BIN)/pytest $(WORKERS) --tier centre -m "not slow"
 
-# Published systems, and the tables that compare them.
+# Published systems, and the tables that compare them; and what exchanges gradients, over connections of our own.
 test-systems: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier systems
+	PIPESGD_TESTED_TRANSPORT=tcp $(BIN)/pytest $(WORKERS) --tier centre $(EXCHANGES)
 
 # Jobs as torchrun starts them, measurements, long simulations, emulated clusters, pages and packages.
 test-processes: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier processes
 
-# Cases of long tests of all tiers, of which every change tries a few (tests/tiers.toml).
+# Cases of long tests of all tiers, of which every change tries a few (tests/tiers.toml); exchanges, over TLS, too.
 test-exhaustive: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier exhaustive
+	PIPESGD_TESTED_TRANSPORT=tls $(BIN)/pytest $(WORKERS) --tier centre $(EXCHANGES)
 
 # Before a release: all of these, the doors with the real packages, every case of wrong input, and a hundred killed runs.
 # Enter the date in experiments/LOG.md.

@@ -28,6 +28,9 @@ pytest.register_assert_rewrite("_small_problem")
 
 from _fashion_mnist import FASHION_MNIST  # noqa: E402 (its folder is in the path only now)
 
+if "PIPESGD_TESTED_TRANSPORT" in os.environ:
+    import _tested_transport  # noqa: F401
+
 # A background job ignores Ctrl-C, and so would the runs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one under nohup hang-ups

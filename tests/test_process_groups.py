@@ -200,6 +200,8 @@ def _sum_within_a_sum(ranks: Ranks) -> str:
     )
     sum_inside = functools.partial(inside.all_reduce(), torch.ones(1))
     if own == 3:
+        between.close()
+        inside.close()
         return ""
     return error_of(between.run, "step", 0, functools.partial(inside.run, "step", 0, sum_inside))
 

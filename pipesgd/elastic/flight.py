@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,11 +18,11 @@ from pipesgd.elastic.letters import Result
 from pipesgd.elastic.ranks import ElasticRanks
 from pipesgd.elastic.units import Unit
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import FlatBuffer, on_device, sizes_of_flats
+from pipesgd.flat_buffer import FlatBuffer, sizes_of_flats
 from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import Known, Layout, Outgoing, Reduction
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.base import Undo
+from pipesgd.reducers.base import Undo, added_by_place
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.replicas import sum_buffer
 from pipesgd.rules import ELASTIC, check_rules, options_of_sections
@@ -77,7 +77,7 @@ class ElasticFlight(Flight[Known]):
     def _connect(self, ranks: Ranks) -> None:
         units = self.ranks.units
         units.on_change = self._on_change
-        units.left_out = self._give_away
+        units.left_out, units.forget_left_out = self._left_out, self._forget_left_out
         self.ranks.members.leaving.take_over = self._take_over
         units.reconnect()
         units.call(lambda ranks: None)
@@ -100,8 +100,9 @@ class ElasticFlight(Flight[Known]):
             assert isinstance(self.reducer, DenseReducer), "others were refused"
             self._is_connected = True
         self.ranks.units.abort = self.connections.abort
-        if ranks.world_size == 1 and (left_out := self._forget_left_out()):
+        if ranks.world_size == 1 and (left_out := self.reducer.state_dict()["residuals"]):
             self._handed_over.append(dict(enumerate(left_out)))
+            self.reducer.load_state_dict({"residuals": []})
 
     def next_outgoing(self, iteration: int) -> Outgoing:
         self._take_what_was_handed_over()
@@ -134,23 +135,25 @@ class ElasticFlight(Flight[Known]):
         self._take_what_was_handed_over()
         return super().state_dict()
 
-    def _forget_left_out(self) -> list[Tensor]:
-        """Return what the codec has left out of sums, which has none of it from then on. On the thread."""
-        left_out: list[Tensor] = self.reducer.state_dict()["residuals"]
+    def _left_out(self) -> list[memoryview]:
+        """Return what this rank's next gradient would get in addition, by the number of its place, float32."""
+        self._take_what_was_handed_over()
+        found = added_by_place([dict(enumerate(self.reducer.state_dict()["residuals"])), self.carried])
+        if not found:
+            return []
+        sizes = sizes_of_flats(self.layout.of_buckets())
+        return [_bytes_of(found.get(place, torch.zeros(size))) for place, size in enumerate(sizes)]
+
+    def _forget_left_out(self) -> None:
         self.reducer.load_state_dict({"residuals": []})
-        return left_out
+        self.carried = {}
 
-    def _give_away(self) -> Result | None:
-        """Return what this rank, which leaves, has left out, if it has. On the thread."""
-        left_out = self._forget_left_out() if self._is_connected else []
-        return Result(None, [_bytes_of(one) for one in left_out]) if left_out else None
-
-    def _take_over(self, result: Result) -> bool:
+    def _take_over(self, parts: Sequence[bytes]) -> bool:
         """Give this rank's next gradient what a member that leaves has left out. On the members' thread."""
-        left_out = [_tensor_of(part).view(torch.float32) for part in result.parts]
-        if [len(one) for one in left_out] != sizes_of_flats(self.layout.of_buckets())[: len(left_out)]:
+        if [len(part) for part in parts] != [4 * size for size in sizes_of_flats(self.layout.of_buckets())]:
             return False
-        self._handed_over.append(dict(enumerate(on_device(left_out, self.device))))
+        left_out = [_tensor_of(part).view(torch.float32).to(self.device) for part in parts]
+        self._handed_over.append(dict(enumerate(left_out)))
         return True
 
     def _take_what_was_handed_over(self) -> None:
@@ -178,7 +181,9 @@ class ElasticFlight(Flight[Known]):
         units = self.ranks.units
         atexit.unregister(self._ends.end_unclosed)
         units.on_change = None
+        units.left_out = tuple
         units.abort = lambda error: None
+        self.ranks.members.leaving.take_over = lambda parts: False
         if self.thread.failed:
             self._end_connections()
         else:

@@ -8,6 +8,7 @@ little-endian. Whoever can send one has proved to be a member; what it sends is 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import struct
 import types
@@ -57,19 +58,41 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Values that the codec of the sender, which leaves, has left out: the receiver's next gradient gets them."""
+class Piece:
+    """Piece ``number`` of what the codec of the sender, which leaves, has left out of its sums."""
 
-    result: Result
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """Answer that a piece has arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Message that all pieces were sent: the receiver's next gradient gets them, parts of these ``lengths`` (bytes)."""
+
+    lengths: tuple[int, ...]
+
+    def parts_of(self, data: bytes) -> list[bytes] | None:
+        """Return the parts of ``data``; None if it is not of these lengths."""
+        ends = list(itertools.accumulate(self.lengths, initial=0))
+        return [data[a:b] for a, b in itertools.pairwise(ends)] if ends[-1] == len(data) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Answer that ``LeftOut`` has arrived."""
+    """Message that member ``by`` has what ``member``, which leaves, has left out."""
+
+    member: int
+    by: int
 
 
 _KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (*typing.get_args(messages.Message), Value, Wish, Goodbye, LeftOut, Taken)
+    kind.__name__: kind
+    for kind in (*typing.get_args(messages.Message), Value, Wish, Goodbye, Piece, More, LeftOut, Taken)
 }
 _PARTS = (Record, Span, Lost)
 
@@ -84,9 +107,11 @@ def encode(letter: Any) -> list[bytes | memoryview]:
             value = {}
             for unit, result in letter.results.items():
                 assert isinstance(result, Result)
-                value[unit] = _without_bytes(result, behind)
-        elif isinstance(value, Result):
-            value = _without_bytes(value, behind)
+                value[unit] = [result.text, [len(part) for part in result.parts]]
+                behind += result.parts
+        if isinstance(value, bytes):
+            behind.append(value)
+            value = len(value)
         fields[field.name] = dataclasses.asdict(value) if isinstance(value, _PARTS) else value
     text = json.dumps([type(letter).__name__, fields]).encode()
     return [HEAD.pack(len(text), sum(map(len, behind))) + text, *behind]
@@ -103,21 +128,17 @@ def decoded(text: bytes, behind: bytes) -> Any:
         kind = _KINDS[name]
         if kind is Results:
             fields["results"] = _results(fields["results"], behind)
-        elif kind is LeftOut:
-            fields["result"] = _results({0: fields["result"]}, behind)[0]
+        elif kind is Piece:
+            if fields["data"] != len(behind):
+                raise ValueError(f"{fields['data']} bytes must be behind it; got {len(behind)}")
+            fields["data"] = behind
         hints = _hints(kind)
         return kind(**{key: _read(hints[key], value) for key, value in fields.items()})
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as problem:
         raise MalformedValue(f"it must be a member's message; got {text[:40]!r} ({problem})") from problem
 
 
-def _without_bytes(result: Result, behind: list[bytes | memoryview]) -> list[Any]:
-    """Return what JSON says of ``result``, and add its bytes to those ``behind``."""
-    behind += result.parts
-    return [result.text, [len(part) for part in result.parts]]
-
-
-def _results(found: Mapping[Any, Any], behind: bytes) -> dict[int, Result]:
+def _results(found: Mapping[str, Any], behind: bytes) -> dict[int, Result]:
     results, position = {}, 0
     for unit, (text, lengths) in found.items():
         parts = []

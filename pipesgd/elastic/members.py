@@ -22,7 +22,7 @@ from typing import Any
 from pipesgd.comm.greeting import Wrap
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.leaving import HANDED_OVER_SECONDS, Leaving
-from pipesgd.elastic.letters import Goodbye, LeftOut, Result, Taken, Value, Wish
+from pipesgd.elastic.letters import Goodbye, LeftOut, More, Piece, Result, Taken, Value, Wish
 from pipesgd.elastic.missed import is_missed
 from pipesgd.errors import DeadlineExceeded, LeftBehind, RunError
 from pipesgd.exit import EXIT_FAILED
@@ -188,11 +188,6 @@ class Members:
         if self.is_interrupted:
             raise Interrupted
 
-    def wait_for_change(self) -> None:
-        """Wait until a change has begun, for as long as a member that leaves may take to hand over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_interrupted or self._is_closed, HANDED_OVER_SECONDS)
-
     def holds(self, unit: int, settled: int) -> None:
         """Note that this rank has done ``unit``, and has with it the means of ``settled`` iterations."""
         if self.has_started:  # nobody waits for it
@@ -283,6 +278,18 @@ class Members:
             self._begun = iteration + 1
             return self.record
 
+    def leave(self, left_out: Sequence[memoryview]) -> bool:
+        """Hand over ``left_out``, and wait until the others continue without this process, or all end together.
+
+        Returns False if this member still has ``left_out``.
+        """
+        is_given = self.leaving.hand_over(left_out)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.why_out is not None or self._is_closed or self.stop_at is not None, HANDED_OVER_SECONDS
+            )
+        return is_given
+
     def stop_listening(self) -> None:
         """Let signals be no request to leave any more: training is done."""
         self.leaving.signal = lambda: None
@@ -347,7 +354,7 @@ class Members:
             if now > due + STOPPED_SECONDS:
                 self._awake_since = now
             if now >= due and not self._is_over and (member := self._member) is not None:
-                self._look_for_signals(member)
+                self._look_for_signals()
                 member.tick(clock())
                 self._note_state(member)
                 self._look_for_hang(member, self._share_standing(member.record))
@@ -404,14 +411,13 @@ class Members:
             settled = self._member.settled
             self._control.send(action.to, Results(action.generation, action.ballot, results, settled))
 
-    def _hear(self, peer: int, letter: Message | Value | Wish | LeftOut | Taken | Goodbye) -> None:
+    def _hear(self, peer: int, letter: Message | Value | Wish | Piece | More | LeftOut | Taken | Goodbye) -> None:
         match letter:
             case Value():
                 self._keep(letter.generation, letter.key, letter.value)
-            case Wish() | LeftOut() | Taken():
+            case Wish() | Piece() | More() | LeftOut() | Taken():
                 self.leaving.hear(peer, letter, self._member, clock())
-                if self._member is not None:
-                    self._look_for_signals(self._member)
+                self._look_for_signals()
             case Goodbye():
                 self._is_over = True
             case _ if self._member is None:
@@ -465,9 +471,9 @@ class Members:
                 self._values[generation, key] = value
                 self._changed.notify_all()
 
-    def _look_for_signals(self, member: Member) -> None:
-        if self.stop_at is None:
-            self.leaving.look(member, clock())
+    def _look_for_signals(self) -> None:
+        if self._member is not None and self.stop_at is None:
+            self.leaving.look(self._member, clock())
 
     def _share_standing(self, record: Record) -> heartbeat.Beat:
         """Let the others know what this process does, and return it: who makes progress is waited for longer."""

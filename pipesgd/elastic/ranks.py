@@ -195,6 +195,8 @@ class ElasticRanks(GenerationRanks):
         """Begin ``iteration``; return the generation that it belongs to. It waits while a change is under way."""
         self.enter("change of members", waiting=True)
         try:
+            if self.members.leaving.is_due and self.members.stop_at is None:
+                self._leave()
             record = self.members.begin(iteration)
         except Interrupted:
             raise self.members.failure or RunError(f"rank {self.members.me}: its membership has ended") from None
@@ -203,6 +205,13 @@ class ElasticRanks(GenerationRanks):
         if self.members.why_alone is not None:
             raise self._alone(self.members.why_alone)
         return record
+
+    def _leave(self) -> None:
+        """Hand over what the codec has left out, and wait to be left out: nothing is summed meanwhile."""
+        units = self.units
+        left_out = units.thread.submit(units.left_out).result()
+        if self.members.why_alone is None and self.members.leave(left_out):
+            units.thread.submit(units.forget_left_out).result()
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -199,13 +199,12 @@ def in_summary(record: Record) -> dict[str, Any]:
     }
 
 
-def sentence(record: Record, samples: int, taken_over: Collection[int] | None = ()) -> str:
+def sentence(record: Record, samples: int, taken_over: Mapping[int, int] | None) -> str:
     """Return the line that tells of the change to ``record``.
 
     Args:
         samples: number of samples of a slice.
-        taken_over: lost members of whom the first member has what their codec had left out; None if it leaves nothing
-            out.
+        taken_over: members that have what the codec of others had left out, by these; None if it leaves nothing out.
     """
     slices = sum(len(one.slices) for one in record.lost)
     again = record.first - record.settled
@@ -222,11 +221,10 @@ def sentence(record: Record, samples: int, taken_over: Collection[int] | None = 
         text += f"; {given} given out again"
     if taken_over is None:
         return text
-    lost = {one.member for one in record.lost}
-    for those, where in (
-        (lost.difference(taken_over), "lost"),
-        (lost & {*taken_over}, f"with rank {record.members[0]}"),
-    ):
-        if those:
-            text += f"; what the codec of {named(sorted(those))} had left out is {where}"
+    places: dict[str, list[int]] = {}
+    for one in record.lost:
+        by = taken_over.get(one.member)
+        places.setdefault(f"with rank {by}" if by in record.members else "lost", []).append(one.member)
+    for place, those in places.items():
+        text += f"; what the codec of {named(those)} had left out is {place}"
     return text

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -77,8 +77,10 @@ class Units:
         """Function that connects to the ranks of a generation, called before the next unit; None without any sums."""
         self.abort: Callable[[BaseException], None] = lambda error: None
         """Function that ends the waits of the unit that is being done."""
-        self.left_out: Callable[[], Result | None] = lambda: None
-        """Function that returns what the codec has left out of sums, if it has, and forgets it; for this thread."""
+        self.left_out: Callable[[], Sequence[memoryview]] = tuple
+        """Function that returns the bytes of what the codec has left out of sums; nothing is summed meanwhile."""
+        self.forget_left_out: Callable[[], None] = lambda: None
+        """Function that forgets it, since another member has it."""
         self.ranks = ranks_of(members.record)
         """Ranks of the newest generation, for the communication thread."""
         self._ranks_of = ranks_of
@@ -92,7 +94,6 @@ class Units:
         members.result_of = self._result_of
         members.interrupt = self._interrupt
         members.is_summing = lambda: self._is_running
-        members.leaving.give_away = self._give_away
 
     # ---- For the main thread
 
@@ -203,19 +204,6 @@ class Units:
             except BaseException as failure:
                 self.members.give_up(failure)
                 raise
-
-    def _give_away(self, then: Callable[[Result | None], None]) -> None:
-        """Call ``then`` between two units with what the codec has left out; before the change begins that this leads
-        to, no other unit is done, of which something would be left out, too."""
-
-        def give() -> None:
-            then(self.left_out())
-            self.members.wait_for_change()
-
-        try:
-            self.thread.submit(give)
-        except UserInputError:  # it was closed: nothing is done any more
-            then(None)
 
     def close(self) -> None:
         """End the thread."""

@@ -190,7 +190,7 @@ def _with_a_late_receiver(ranks: Ranks) -> list[bool]:
                     ranks.store.set(f"rank {ranks.rank} sends", "")
 
     module.TokenBucket = Noting  # type: ignore[misc]  # in this rank's process
-    connections = Connections("ring", ranks, timeout=ranks.timeout, rate_limit=RATE)
+    connections = Connections("ring", ranks, timeout=ranks.timeout, rate_limit=RATE, transport="gloo")
     flat = torch.ones(100_000)
     if ranks.rank == 1:
         ranks.store.wait(["rank 0 sends"])
@@ -214,7 +214,7 @@ def test_over_gloo_no_messages_gather_for_a_late_receiver() -> None:
 def _left_alone(ranks: Ranks) -> tuple[str, int, bool] | None:
     """Sum up 5 MB at 1 Mbit/s. Rank 1 leaves when it has got a first message; return what rank 0 gets to hear, the
     bytes that it has sent, and whether its communication thread has ended."""
-    connections = Connections("ring", ranks, timeout=ranks.timeout, rate_limit=RATE / 8)
+    connections = Connections("ring", ranks, timeout=ranks.timeout, rate_limit=RATE / 8, transport="gloo")
     flat = torch.zeros(1_250_000)
     if ranks.rank == 1:
         connections.begin("step", 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipesgd.elastic.letters import HEAD, Goodbye, LeftOut, Result, Taken, Value, Wish, decoded, encode
+from pipesgd.elastic.letters import HEAD, Goodbye, LeftOut, More, Piece, Result, Taken, Value, Wish, decoded, encode
 from pipesgd.membership.generation import NO_BALLOT, Ballot, first_record, next_record
 from pipesgd.membership.messages import (
     Accept,
@@ -44,7 +44,10 @@ LETTERS = [
     Value(2, "exchange of 3/1/pace", None),
     Wish("SIGTERM"),
     Goodbye(),
-    Taken(),
+    Piece(3, b"abcd"),
+    More(),
+    LeftOut((3, 4)),
+    Taken(2, 0),
 ]
 
 
@@ -71,10 +74,9 @@ def test_a_result_arrives_with_its_bytes() -> None:
     }
 
 
-def test_what_was_left_out_arrives_with_its_bytes() -> None:
-    got = _read(b"".join(encode(LeftOut(Result(None, (b"abc", b"defg"))))))
-    assert isinstance(got, LeftOut)
-    assert [bytes(part) for part in got.result.parts] == [b"abc", b"defg"]
+def test_parts_are_those_that_pieces_have_brought() -> None:
+    assert LeftOut((3, 4)).parts_of(b"abcdefg") == [b"abc", b"defg"]
+    assert LeftOut((3, 4)).parts_of(b"abcdef") is None
 
 
 @pytest.mark.parametrize(
@@ -90,8 +92,8 @@ def test_what_was_left_out_arrives_with_its_bytes() -> None:
         (b'["Accepted", {"generation": 1, "ballot": [1]}]', b""),
         (b'["Suspect", {"record": {"number": 1}}]', b""),
         (b'["Results", {"generation": 1, "ballot": [1, 2], "results": {"4": [null, [3]]}, "settled": 1}]', b"ab"),
-        (b'["LeftOut", {"result": [null, [3]]}]', b"abcd"),
-        (b'["LeftOut", {"result": 3}]', b""),
+        (b'["Piece", {"number": 0, "data": 3}]', b"abcd"),
+        (b'["LeftOut", {"lengths": [3, "4"]}]', b""),
         (b"[" * 100_000, b""),
     ],
 )

@@ -39,7 +39,10 @@ PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
         ({}, {"connections": 2}),
         "connections must be the same on all ranks; got 1 on rank 0, 2 on rank 1",
     ),
-    "transport": (({}, {"transport": "tcp"}), "transport must be the same on all ranks; got 'gloo' on rank 0"),
+    "transport": (
+        ({"transport": "gloo"}, {"transport": "tcp"}),
+        "transport must be the same on all ranks; got 'gloo' on rank 0",
+    ),
     "rate limit": (({}, {"rate_limit": "1mbit"}), "rate_limit must"),
     "buckets": (({}, {"buckets": 2}), "buckets must be the same on all ranks; got '1' on rank 0, '2' on rank 1"),
     "reduce": (({}, {"reduce": "factors"}), "reduce must"),
