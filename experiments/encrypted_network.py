@@ -2,9 +2,9 @@
 
     python -m experiments.encrypted_network                two nodes at 200 Mbit/s, in turns: encrypted_network.csv
 
-pipesgd encrypts nothing, and pip's builds of torch cannot. The recipe in docs/machines.md puts a WireGuard tunnel
-below pipesgd. This program follows the recipe on the testbed (Debian: wireguard-go wireguard-tools tcpdump), and
-records every packet on node 0's network interface during a training run.
+Without tls nothing is encrypted. The recipe in docs/machines.md puts a WireGuard tunnel below pipesgd. This program
+follows the recipe on the testbed (Debian: wireguard-go wireguard-tools tcpdump), and records every packet on node 0's
+network interface during a training run.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from rich.console import Console
 from pipesgd.cli import HelpRequested, secret_file
 from pipesgd.errors import (
     CommunicationError,
+    DeadlineExceeded,
     DisagreementError,
     LeftBehind,
     NotEnoughMembers,
@@ -279,7 +280,19 @@ def _explained(failure: BaseException, ranks: Ranks | None) -> int:
     text = reason_of(failure, ranks)
     silent = {} if ranks is None else ranks.silent()
     if ranks is not None and silent and not isinstance(failure, PeerFailed) and "no heartbeat from" not in text:
-        text += f"; {no_word_from(silent, ranks.job_size)}"
+        why = no_word_from(silent, ranks.job_size)
+        if isinstance(failure, DeadlineExceeded) and failure.peer not in silent:  # its peer waits for them, too
+            text = str(
+                DeadlineExceeded(
+                    rank=failure.rank,
+                    peer=None,
+                    operation=failure.operation,
+                    reason=why,
+                    iteration=failure.iteration,
+                )
+            )
+        else:
+            text += f"; {why}"
     names_nobody = isinstance(failure, CommunicationError) and failure.peer is None
     if ranks is not None and names_nobody and (ended := ranks.ended(within=ENDED_SECONDS)):
         text += f"; the process of {named(ended)} has ended without a word"

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pipesgd
 import timing_model
+from pipesgd.membership.secret import job_secret
 from pipesgd.ranks import Ranks, Standing
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -68,6 +69,8 @@ class Case:
         store = dist.FileStore(str(Path(self.folder) / "store"), self.world_size)
         standing = Standing(self.timeout)
         ranks = Ranks(rank=self.rank, world_size=self.world_size, store=store, local_rank=self.rank, standing=standing)
+        if os.environ.get("PIPESGD_TESTED_TRANSPORT") == "tls":
+            ranks.secret = job_secret()
         if self.process_group:
             ranks.start_process_group("cpu", self.timeout)
         value = self.function(ranks, *self.args)

@@ -25,8 +25,9 @@ def _instead(init: Any) -> Any:
         # What only gloo has stays with it.
         if "transport" not in options and all_reduce != "native" and options.get("connections", 1) == 1:
             options["transport"] = NAME
-        for ranks in values[1:2]:  # of Connections; some tests make ranks of their own
-            ranks.secret = ranks.secret or (job_secret() if options.get("transport") == "tls" else None)
+        for ranks in values[1:2]:  # of Connections; some tests make the only rank by themselves
+            if options["transport"] == "tls" and ranks.world_size == 1 and ranks.secret is None:
+                ranks.secret = job_secret()
         init(self, *values, **options)
 
     return changed

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from _ranks import run_module
 
 import pipesgd.exit
-from pipesgd.errors import PeerFailed, RunError, StoppedBySignal
+from pipesgd.errors import DeadlineExceeded, PeerFailed, RunError, StoppedBySignal
 from pipesgd.membership.watcher import report_key
 from pipesgd.ranks import Ranks
 from pipesgd.train import reporting_failure
@@ -360,3 +360,26 @@ def test_what_a_rank_reports_on_its_way_out_says_why(failure: BaseException, rea
     with pytest.raises(type(failure)), reporting_failure(ranks):
         raise failure
     assert json.loads(ranks.store.get(report_key(1)))[0] == reason
+
+
+@pytest.mark.parametrize(
+    ("peer", "said"),
+    [
+        (0, "rank 1: receive of chunk 2 in iteration 19 failed: no heartbeat from rank 2 for 5 s"),
+        (
+            2,
+            "rank 1: receive of chunk 2 with rank 2 in iteration 19 failed: no answer within 5 s; "
+            "no heartbeat from rank 2 for 5 s",
+        ),
+    ],
+)
+def test_a_rank_that_waits_for_a_silent_one_itself_is_not_named(
+    peer: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Ranks, "silent", lambda ranks: {2: 5.2})
+    monkeypatch.setattr(pipesgd.exit, "_hear_the_others", lambda *given, **known: None)
+    failure = DeadlineExceeded(
+        rank=1, peer=peer, operation="receive of chunk 2", reason="no answer within 5 s", iteration=19
+    )
+    assert pipesgd.exit._explained(failure, Ranks(rank=1, world_size=3, store=dist.HashStore())) == 1
+    assert capsys.readouterr().err == f"error: {said}\n"

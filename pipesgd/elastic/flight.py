@@ -18,7 +18,7 @@ from pipesgd.elastic.letters import Result
 from pipesgd.elastic.ranks import ElasticRanks
 from pipesgd.elastic.units import Unit
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import FlatBuffer, sizes_of_flats
+from pipesgd.flat_buffer import FlatBuffer, on_device, sizes_of_flats
 from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import Known, Layout, Outgoing, Reduction
 from pipesgd.ranks import Ranks
@@ -152,13 +152,13 @@ class ElasticFlight(Flight[Known]):
         """Give this rank's next gradient what a member that leaves has left out. On the members' thread."""
         if [len(part) for part in parts] != [4 * size for size in sizes_of_flats(self.layout.of_buckets())]:
             return False
-        left_out = [_tensor_of(part).view(torch.float32).to(self.device) for part in parts]
+        left_out = [_tensor_of(part).view(torch.float32) if part else torch.zeros(0) for part in parts]
         self._handed_over.append(dict(enumerate(left_out)))
         return True
 
     def _take_what_was_handed_over(self) -> None:
         while self._handed_over:
-            self._carry(self._handed_over.pop())
+            self._carry(on_device(self._handed_over.pop(), self.device))
 
     def _take_mean(self, outgoing: Outgoing, number: int) -> None:
         self.at = _Bucket(self, outgoing, number)

@@ -7,8 +7,9 @@ a change is held up, and it leaves when another member says that it has all of i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import math
+import threading
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from pipesgd.elastic.letters import LeftOut, More, Piece, Taken, Wish
@@ -18,7 +19,10 @@ from pipesgd.membership.protocol import Member
 SIGNALS_SECONDS = 2.0
 """Seconds in which all members must be asked to stop to end together, with a checkpoint of all."""
 HANDED_OVER_SECONDS = 5.0
-"""Seconds after these in which another member must have what was left out; then this one leaves all the same."""
+"""Seconds after these in which another member must have what was left out; then this one leaves all the same. With
+short deadlines, half of one: the others wait for this one meanwhile."""
+WISH_SECONDS = 1.0
+"""Seconds between two messages that this member was asked to stop: one may not arrive."""
 PIECE_BYTES = 256 << 10
 PIECES_AHEAD = 2
 """Number of pieces that are sent before the first one is answered."""
@@ -31,9 +35,16 @@ class Leaving:
         me: id of this member.
         send: function that sends a letter to a member.
         post: function that lets the members' thread call a function with the member and the time.
+        deadline: function that returns the seconds that a member waits for another one.
     """
 
-    def __init__(self, me: int, send: Callable[[int, Any], None], post: Callable[[Callable[[Any, float], None]], None]):
+    def __init__(
+        self,
+        me: int,
+        send: Callable[[int, Any], None],
+        post: Callable[[Callable[[Any, float], None]], None],
+        deadline: Callable[[], float],
+    ):
         self.signal: Callable[[], str | None] = lambda: None
         """Function that returns the name of the signal that has asked this process to stop, if one has."""
         self.take_over: Callable[[Sequence[bytes]], bool] = lambda parts: False
@@ -42,9 +53,10 @@ class Leaving:
         """True once this member is to leave alone: its main thread is to hand over, and to begin no iteration."""
         self.taken_over: dict[int, int] = {}
         """Members that have what others had left out, by the ids of these."""
-        self._me, self._send, self._post = me, send, post
+        self._me, self._send, self._post, self._deadline = me, send, post, deadline
         self._wishes: dict[int, float] = {}
         """Times at which members were asked to stop by a signal."""
+        self._told = -math.inf
         self._is_ready = False
         """True if there is nothing to hand over any more."""
         self._sending: _Sending | None = None
@@ -56,20 +68,21 @@ class Leaving:
         signal = self.signal()
         if signal is None or member.state is State.OUT:
             return
-        if self._me not in self._wishes:
-            self._wishes[self._me] = now
+        self._wishes.setdefault(self._me, now)
+        if now >= self._told + WISH_SECONDS:
+            self._told = now
             for peer in member.record.members:
                 if peer != self._me:
                     self._send(peer, Wish(signal))
         all_asked = self.all_asked(member)
         due = self._wishes[self._me] + SIGNALS_SECONDS
-        is_late = now >= due + HANDED_OVER_SECONDS
+        is_late = now >= due + min(HANDED_OVER_SECONDS, self._deadline() / 2)
         self.is_due = self.is_due or (now >= due and not all_asked)
-        if self._sending is not None:
+        if (sending := self._sending) is not None:
+            if sending.to not in member.record.members or (sending.to in self._wishes and not sending.is_given):
+                self._send_to_first(sending, member)
             if all_asked or is_late:
-                self._end_sending(False)
-            elif self._sending.to not in member.record.members or self._sending.to in self._wishes:
-                self._send_to_first(self._sending, member)
+                self.end()
         if (all_asked or is_late or (self.is_due and self._is_ready)) and not member.vote.leaves:
             member.leave(now)
 
@@ -78,13 +91,13 @@ class Leaving:
         match letter:
             case Wish():
                 self._wishes.setdefault(peer, now)
-            case Piece():
+            case Piece() if self._me not in self._wishes:
                 if letter.number == 0:
                     self._arrived[peer] = []
                 if letter.number == len(self._arrived.get(peer, ())):
                     self._arrived[peer].append(letter.data)
                     self._send(peer, More())
-            case LeftOut() if member is not None:
+            case LeftOut() if member is not None and self._me not in self._wishes:
                 parts = letter.parts_of(b"".join(self._arrived.pop(peer, ())))
                 if parts is not None and self.take_over(parts):
                     for other in member.record.members:
@@ -96,7 +109,9 @@ class Leaving:
                     self._send_next(self._sending)
             case Taken():
                 self.taken_over[letter.member] = letter.by
-                self._is_ready = self._is_ready or letter.member == self._me
+                if letter.member == self._me:
+                    self._is_ready = True
+                    self.end()
 
     def all_asked(self, member: Member) -> bool:
         """Return True if all members are known to have been asked to stop."""
@@ -109,10 +124,15 @@ class Leaving:
         """
         sending = _Sending(b"".join(parts), tuple(len(part) for part in parts))
         self._post(functools.partial(self._begin, sending))
-        try:
-            return sending.is_given.result(HANDED_OVER_SECONDS + SIGNALS_SECONDS)
-        except TimeoutError:  # the members' thread has ended; or not, and must not give them any more
-            return not sending.is_given.cancel() and sending.is_given.result()
+        sending.has_ended.wait(HANDED_OVER_SECONDS + SIGNALS_SECONDS)
+        return sending.give_up()
+
+    def end(self, members: Collection[int] | None = None) -> None:
+        """Let the main thread wait for no answer any more, in a generation of these ``members``."""
+        if (sending := self._sending) is not None:
+            sending.is_given = sending.is_given and (members is None or sending.to in members)
+            sending.has_ended.set()
+        self._sending = None
 
     def _begin(self, sending: _Sending, member: Member, now: float) -> None:
         self._sending = sending
@@ -120,14 +140,15 @@ class Leaving:
             self._send_to_first(sending, member)
         else:
             self._is_ready = True
-            self._end_sending(False)
+            self.end()
         self.look(member, now)
 
     def _send_to_first(self, sending: _Sending, member: Member) -> None:
         """Begin to send to the first member that stays."""
         others = [one for one in member.record.members if one != self._me and one not in self._wishes]
+        sending.is_given = False  # who may have taken it before is lost
         if not others:
-            self._end_sending(False)
+            self.end()
             return
         sending.to, sending.sent, sending.answered = others[0], 0, -PIECES_AHEAD
         for _ in range(PIECES_AHEAD):
@@ -140,16 +161,8 @@ class Leaving:
         if begin < len(sending.data):
             self._send(sending.to, Piece(sending.sent, sending.data[begin : begin + PIECE_BYTES]))
             sending.sent += 1
-        if sending.answered == sending.sent:
-            self._end_sending(True)
-
-    def _end_sending(self, is_given: bool) -> None:
-        """Tell the main thread what has become of it; if all of it has arrived, let the receiver take it."""
-        sending, self._sending = self._sending, None
-        if sending is not None and sending.is_given.set_running_or_notify_cancel():
-            if is_given:
-                self._send(sending.to, LeftOut(sending.lengths))
-            sending.is_given.set_result(is_given)
+        if sending.answered == sending.sent and sending.give():
+            self._send(sending.to, LeftOut(sending.lengths))
 
 
 class _Sending:
@@ -157,9 +170,25 @@ class _Sending:
 
     def __init__(self, data: bytes, lengths: tuple[int, ...]):
         self.data, self.lengths = data, lengths
-        self.is_given: Future[bool] = Future()
         self.to = -1
         self.sent = 0
         """Number of pieces that were sent."""
         self.answered = 0
         """Number of pieces that have arrived; negative while the first ones are sent."""
+        self.is_given = False
+        """True once the receiver is to take them."""
+        self.has_ended = threading.Event()
+        self._is_given_up = False
+        self._lock = threading.Lock()
+
+    def give(self) -> bool:
+        """Return True if the receiver may take them: the main thread waits for it."""
+        with self._lock:
+            self.is_given = not self._is_given_up
+            return self.is_given
+
+    def give_up(self) -> bool:
+        """Return True if the receiver was told to take them; else it will not be."""
+        with self._lock:
+            self._is_given_up = True
+            return self.is_given

@@ -136,7 +136,7 @@ class Members:
         self._control = ControlConnections(
             ranks, wrap, on_letter=self._hear, on_sign=self._on_sign, on_end=self._on_end, on_break=self._on_break
         )
-        self.leaving = Leaving(self.me, self._control.send, self._post)
+        self.leaving = Leaving(self.me, self._control.send, self._post, lambda: self._standing.timeout)
         """Way in which this process leaves if it is asked to stop."""
         self._thread = threading.Thread(target=self._run, name="pipesgd-members", daemon=True)
         self._thread.start()
@@ -286,7 +286,8 @@ class Members:
         is_given = self.leaving.hand_over(left_out)
         with self._changed:
             self._changed.wait_for(
-                lambda: self.why_out is not None or self._is_closed or self.stop_at is not None, HANDED_OVER_SECONDS
+                lambda: bool(self.why_out or self._is_closed or self._alone) or self.stop_at is not None,
+                HANDED_OVER_SECONDS,
             )
         return is_given
 
@@ -345,6 +346,7 @@ class Members:
             self.give_up(RunError(f"rank {self.me}: its membership has failed: {failure!r}"))
             self.interrupt()
         finally:
+            self.leaving.end()
             self._control.close()
 
     def _drive(self) -> None:
@@ -392,6 +394,7 @@ class Members:
                 case Take() | Enter() | Leave():
                     if isinstance(action, Enter) and action.record.ends and self.stop_at is None:
                         self.stop_at = action.record.first
+                        self.leaving.end(action.record.members)
                     with self._changed:
                         self._orders.append(action)
                         if isinstance(action, Leave) and self._stops == self._stopped:
@@ -402,6 +405,7 @@ class Members:
                         for lost in action.record.lost:
                             self._control.forget(lost.member)
                     if isinstance(action, Leave):
+                        self.leaving.end()
                         self.interrupt()
 
     def _supply(self, action: Supply) -> None:

@@ -99,7 +99,7 @@ class ElasticRun(Run):
             record, _ = members.history[self._said]
             if record.members[0] == members.me:
                 config = self.job.config
-                taken_over = None if config.compression.codec == "fp32" else members.leaving.taken_over
+                taken_over = members.leaving.taken_over if config.compression.chosen().gives_back else None
                 say(sentence(record, config.samples_per_rank, taken_over))
 
     def _follow(self, span: Span) -> None:
