@@ -26,7 +26,7 @@ def _instead(init: Any) -> Any:
         if "transport" not in options and all_reduce != "native" and options.get("connections", 1) == 1:
             options["transport"] = NAME
         for ranks in values[1:2]:  # of Connections; some tests make the only rank by themselves
-            if options["transport"] == "tls" and ranks.world_size == 1 and ranks.secret is None:
+            if options.get("transport") == "tls" and ranks.world_size == 1 and ranks.secret is None:
                 ranks.secret = job_secret()
         init(self, *values, **options)
 
