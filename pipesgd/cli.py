@@ -330,6 +330,9 @@ def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, dict) for item in items):
         raise UserInputError(f"{name} must be a value or a list of them in a config file, and no table; got {value}")
+    for item in items:
+        if isinstance(item, str) and (item.startswith("--") or item == "-h"):  # else it would be heeded as one
+            raise UserInputError(f"{name} must be a value, and no option, in a config file; got {item!r}")
     # As the system gives the arguments: where it does not write UTF-8, a path has other characters.
     return [f"--{name}", *(os.fsdecode(str(item).encode()) for item in items)]
 

@@ -64,6 +64,7 @@ def test_any_words_are_a_configuration_or_one_error_of_ours(words: list[str]) ->
         ("width = 1.5", "width must be a whole number or auto; got '1.5'"),
         ("width = true", "width must be a value, not true or false in a config file; got true"),
         ("learning-rate = 1.0", "every key in {} must be an option; got 'learning-rate' (did you mean lr?)"),
+        ('loss = "--help"', "loss must be a value, and no option, in a config file; got '--help'"),
         (
             "output = {a = 1}",
             "output must be a value or a list of them in a config file, and no table; got {{'a': 1}}",

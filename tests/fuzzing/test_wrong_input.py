@@ -2,7 +2,7 @@
 
 A case fails if an error comes out that no user should see (a traceback), if there is no answer within 30 s, if an error
 has several lines, or if something absurd is accepted: NaN, infinity, a negative or astronomical number, a foreign file.
-Cases are drawn from the seed, each by itself. ``PIPESGD_FUZZ=all`` tries all cases, ten thousand in twenty minutes.
+Cases are drawn from the seed, each by itself. ``PIPESGD_FUZZ=all`` tries all cases, 12,000 in two minutes.
 """
 
 from __future__ import annotations
