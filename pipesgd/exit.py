@@ -284,11 +284,7 @@ def _explained(failure: BaseException, ranks: Ranks | None) -> int:
         if isinstance(failure, DeadlineExceeded) and failure.peer not in silent:  # its peer waits for them, too
             text = str(
                 DeadlineExceeded(
-                    rank=failure.rank,
-                    peer=None,
-                    operation=failure.operation,
-                    reason=why,
-                    iteration=failure.iteration,
+                    rank=failure.rank, peer=None, operation=failure.operation, reason=why, iteration=failure.iteration
                 )
             )
         else:

@@ -21,6 +21,14 @@ from pipesgd.replicas import weights_sha256
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 MakeOptimizer: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
+    "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "adamw, fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5, centered=True),
+}
 Case: TypeAlias = dict[str, Any]
 """Parameters of a run: seed, sizes and iterations of the problem; optimizer, by name; width, synchronous start,
 prediction; clip and other options of ``Pipelined``, as dictionaries; and True in "scheduled" if the learning rate
@@ -126,6 +134,11 @@ def train_on_ranks(ranks: Ranks, case: Case, make_optimizer: MakeOptimizer) -> O
     pipeline.flush()
     pipeline.close()
     return Outcome(losses, [*hashes, weights_sha256(model)], model.state_dict(), pipeline.buffers_allocated)
+
+
+def train_cases(ranks: Ranks, cases: Sequence[Case]) -> list[Outcome]:
+    """Train each of the ``cases`` on this rank, with those of ``OPTIMIZERS`` that they name."""
+    return [train_on_ranks(ranks, case, OPTIMIZERS[case["optimizer"]]) for case in cases]
 
 
 def assert_as_in_one_process(

@@ -77,8 +77,7 @@ class ElasticFlight(Flight[Known]):
     def _connect(self, ranks: Ranks) -> None:
         units = self.ranks.units
         units.on_change = self._on_change
-        units.left_out, units.forget_left_out = self._left_out, self._forget_left_out
-        self.ranks.members.leaving.take_over = self._take_over
+        self.ranks.members.leaving.sums = self
         units.reconnect()
         units.call(lambda ranks: None)
 
@@ -135,7 +134,7 @@ class ElasticFlight(Flight[Known]):
         self._take_what_was_handed_over()
         return super().state_dict()
 
-    def _left_out(self) -> list[memoryview]:
+    def left_out(self) -> list[memoryview]:
         """Return what this rank's next gradient would get in addition, by the number of its place, float32."""
         self._take_what_was_handed_over()
         found = added_by_place([dict(enumerate(self.reducer.state_dict()["residuals"])), self.carried])
@@ -144,16 +143,15 @@ class ElasticFlight(Flight[Known]):
         sizes = sizes_of_flats(self.layout.of_buckets())
         return [_bytes_of(found.get(place, torch.zeros(size))) for place, size in enumerate(sizes)]
 
-    def _forget_left_out(self) -> None:
+    def forget_left_out(self) -> None:
         self.reducer.load_state_dict({"residuals": []})
         self.carried = {}
 
-    def _take_over(self, parts: Sequence[bytes]) -> bool:
+    def take_over(self, parts: Sequence[bytes]) -> bool:
         """Give this rank's next gradient what a member that leaves has left out. On the members' thread."""
         if [len(part) for part in parts] != [4 * size for size in sizes_of_flats(self.layout.of_buckets())]:
             return False
-        left_out = [_tensor_of(part).view(torch.float32) if part else torch.zeros(0) for part in parts]
-        self._handed_over.append(dict(enumerate(left_out)))
+        self._handed_over.append({place: _tensor_of(part).view(torch.float32) for place, part in enumerate(parts)})
         return True
 
     def _take_what_was_handed_over(self) -> None:
@@ -181,9 +179,8 @@ class ElasticFlight(Flight[Known]):
         units = self.ranks.units
         atexit.unregister(self._ends.end_unclosed)
         units.on_change = None
-        units.left_out = tuple
         units.abort = lambda error: None
-        self.ranks.members.leaving.take_over = lambda parts: False
+        self.ranks.members.leaving.sums = None
         if self.thread.failed:
             self._end_connections()
         else:
@@ -312,4 +309,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _tensor_of(part: memoryview | bytes) -> Tensor:
+    if not part:  # frombuffer refuses it
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(part), dtype=torch.uint8)

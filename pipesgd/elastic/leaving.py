@@ -10,9 +10,9 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from pipesgd.elastic.letters import LeftOut, More, Piece, Taken, Wish
+from pipesgd.elastic.letters import LeftOut, More, OfLeaving, Piece, Taken, Wish
 from pipesgd.membership.change import State
 from pipesgd.membership.protocol import Member
 
@@ -26,6 +26,20 @@ WISH_SECONDS = 1.0
 PIECE_BYTES = 256 << 10
 PIECES_AHEAD = 2
 """Number of pieces that are sent before the first one is answered."""
+
+
+class Sums(Protocol):
+    """Sums whose codec may leave something out."""
+
+    def left_out(self) -> Sequence[memoryview]:
+        """Return the bytes of what this member's next gradient would get in addition; nothing is summed meanwhile."""
+
+    def forget_left_out(self) -> None:
+        """Forget it, since another member has it."""
+
+    def take_over(self, parts: Sequence[bytes]) -> bool:
+        """Give this member's next gradient what another one has left out; return False if that cannot be. In the
+        members' thread."""
 
 
 class Leaving:
@@ -47,8 +61,8 @@ class Leaving:
     ):
         self.signal: Callable[[], str | None] = lambda: None
         """Function that returns the name of the signal that has asked this process to stop, if one has."""
-        self.take_over: Callable[[Sequence[bytes]], bool] = lambda parts: False
-        """Function that takes what another member has left out; it returns False if it cannot."""
+        self.sums: Sums | None = None
+        """Sums of this member whose codec may leave something out; None without any."""
         self.is_due = False
         """True once this member is to leave alone: its main thread is to hand over, and to begin no iteration."""
         self.taken_over: dict[int, int] = {}
@@ -86,7 +100,7 @@ class Leaving:
         if (all_asked or is_late or (self.is_due and self._is_ready)) and not member.vote.leaves:
             member.leave(now)
 
-    def hear(self, peer: int, letter: Wish | Piece | More | LeftOut | Taken, member: Member | None, now: float) -> None:
+    def hear(self, peer: int, letter: OfLeaving, member: Member | None, now: float) -> None:
         """Take a letter of another member about leaving."""
         match letter:
             case Wish():
@@ -99,7 +113,7 @@ class Leaving:
                     self._send(peer, More())
             case LeftOut() if member is not None and self._me not in self._wishes:
                 parts = letter.parts_of(b"".join(self._arrived.pop(peer, ())))
-                if parts is not None and self.take_over(parts):
+                if parts is not None and self.sums is not None and self.sums.take_over(parts):
                     for other in member.record.members:
                         if other != self._me:
                             self._send(other, Taken(peer, self._me))

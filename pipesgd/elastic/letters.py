@@ -90,9 +90,11 @@ class Taken:
     by: int
 
 
+OfLeaving = Wish | Piece | More | LeftOut | Taken
+"""Letters about members that were asked to stop."""
+
 _KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (*typing.get_args(messages.Message), Value, Wish, Goodbye, Piece, More, LeftOut, Taken)
+    kind.__name__: kind for kind in (*typing.get_args(messages.Message), *typing.get_args(OfLeaving), Value, Goodbye)
 }
 _PARTS = (Record, Span, Lost)
 

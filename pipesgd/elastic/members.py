@@ -22,7 +22,7 @@ from typing import Any
 from pipesgd.comm.greeting import Wrap
 from pipesgd.elastic.control import ControlConnections
 from pipesgd.elastic.leaving import HANDED_OVER_SECONDS, Leaving
-from pipesgd.elastic.letters import Goodbye, LeftOut, More, Piece, Result, Taken, Value, Wish
+from pipesgd.elastic.letters import Goodbye, OfLeaving, Result, Value
 from pipesgd.elastic.missed import is_missed
 from pipesgd.errors import DeadlineExceeded, LeftBehind, RunError
 from pipesgd.exit import EXIT_FAILED
@@ -415,11 +415,11 @@ class Members:
             settled = self._member.settled
             self._control.send(action.to, Results(action.generation, action.ballot, results, settled))
 
-    def _hear(self, peer: int, letter: Message | Value | Wish | Piece | More | LeftOut | Taken | Goodbye) -> None:
+    def _hear(self, peer: int, letter: Message | OfLeaving | Value | Goodbye) -> None:
         match letter:
             case Value():
                 self._keep(letter.generation, letter.key, letter.value)
-            case Wish() | Piece() | More() | LeftOut() | Taken():
+            case _ if isinstance(letter, OfLeaving):
                 self.leaving.hear(peer, letter, self._member, clock())
                 self._look_for_signals()
             case Goodbye():

@@ -208,10 +208,10 @@ class ElasticRanks(GenerationRanks):
 
     def _leave(self) -> None:
         """Hand over what the codec has left out, and wait to be left out: nothing is summed meanwhile."""
-        units = self.units
-        left_out = units.thread.submit(units.left_out).result()
-        if self.members.why_alone is None and self.members.leave(left_out):
-            units.thread.submit(units.forget_left_out).result()
+        sums, thread = self.members.leaving.sums, self.units.thread
+        left_out = [] if sums is None else thread.submit(sums.left_out).result()
+        if self.members.why_alone is None and self.members.leave(left_out) and sums is not None:
+            thread.submit(sums.forget_left_out).result()
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -77,10 +77,6 @@ class Units:
         """Function that connects to the ranks of a generation, called before the next unit; None without any sums."""
         self.abort: Callable[[BaseException], None] = lambda error: None
         """Function that ends the waits of the unit that is being done."""
-        self.left_out: Callable[[], Sequence[memoryview]] = tuple
-        """Function that returns the bytes of what the codec has left out of sums; nothing is summed meanwhile."""
-        self.forget_left_out: Callable[[], None] = lambda: None
-        """Function that forgets it, since another member has it."""
         self.ranks = ranks_of(members.record)
         """Ranks of the newest generation, for the communication thread."""
         self._ranks_of = ranks_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,21 @@ class _Member:
         self.vote.leaves = True
 
 
+class _Sums:
+    def __init__(self, taken: list[bytes]):
+        self._taken = taken
+
+    def left_out(self) -> Sequence[memoryview]:
+        raise NotImplementedError
+
+    def forget_left_out(self) -> None:
+        raise NotImplementedError
+
+    def take_over(self, parts: Sequence[bytes]) -> bool:
+        self._taken += parts
+        return True
+
+
 class _Job:
     """Members whose letters wait until ``deliver`` takes them to their receivers, in one thread."""
 
@@ -61,11 +76,7 @@ class _Job:
             lambda: 2 * HANDED_OVER_SECONDS,
         )
 
-        def take(parts: Any) -> bool:
-            self.taken[me] += parts
-            return True
-
-        made.take_over = take
+        made.sums = _Sums(self.taken[me])
         return made
 
     def ask(self, *those: int) -> None:

@@ -10,11 +10,8 @@ import os
 import random
 
 import pytest
-import torch
 from _ranks import run_ranks
-from _small_problem import Case, MakeOptimizer, Outcome, assert_as_in_one_process, train_on_ranks
-
-from pipesgd.ranks import Ranks
+from _small_problem import OPTIMIZERS, Case, assert_as_in_one_process, train_cases
 
 pytestmark = pytest.mark.slow
 
@@ -23,13 +20,6 @@ PROGRAMS = 300 if os.environ.get("PIPESGD_FUZZ") == "all" else 20
 AT_ONCE = 10
 """Number of programs that the same ranks run one after another."""
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
-    "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "adamw, fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5, centered=True),
-}
 PREDICTIONS = ("none", "local", "eager", "nesterov", "previous", "spectrain")
 CLIPS: tuple[dict[str, float], ...] = ({}, {"clip_norm": 0.5}, {"clip_value": 0.05})
 ALL_REDUCES = ("ring", "halving-doubling", "recursive-doubling", "all-to-all", "native")
@@ -56,12 +46,8 @@ def drawn(number: int) -> Case:
     }
 
 
-def _train_all(ranks: Ranks, cases: list[Case]) -> list[Outcome]:
-    return [train_on_ranks(ranks, case, OPTIMIZERS[case["optimizer"]]) for case in cases]
-
-
 @pytest.mark.parametrize("first", range(0, PROGRAMS, AT_ONCE))
 def test_a_program_is_the_recursion_of_the_paper(first: int) -> None:
     cases = [drawn(number) for number in range(first, first + AT_ONCE)]
     world_size = 1 + (first // AT_ONCE + 1) % 5
-    assert_as_in_one_process(run_ranks(world_size, _train_all, cases), cases, OPTIMIZERS, rtol=1e-9)
+    assert_as_in_one_process(run_ranks(world_size, train_cases, cases), cases, OPTIMIZERS, rtol=1e-9)

@@ -13,14 +13,13 @@ from _ranks import run_ranks
 from _reference import pipe_sgd
 from _sections import sections
 from _small_problem import (
+    OPTIMIZERS,
     Case,
-    MakeOptimizer,
-    Outcome,
     assert_as_in_one_process,
     assert_same_weights,
     classify,
     different,
-    train_on_ranks,
+    train_cases,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,18 +125,6 @@ def test_width_1_is_ddp_and_one_process_on_the_whole_batch(dtype: torch.dtype, t
     assert_same_weights(ours[0][2], model.state_dict(), rtol=tolerance)
 
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
-    "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05),
-}
-
-
-def _train_small(ranks: Ranks, cases: list[Case]) -> list[Outcome]:
-    return [train_on_ranks(ranks, case, OPTIMIZERS[case["optimizer"]]) for case in cases]
-
-
 CASES = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 1000),
@@ -166,7 +153,7 @@ CASES = st.fixed_dictionaries(
 @given(cases=st.lists(CASES, min_size=12, max_size=12))
 def test_any_width_start_optimizer_and_schedule_is_the_recursion(world_size: int, cases: list[Case]) -> None:
     cases = different(cases)
-    outcomes = run_ranks(world_size, _train_small, cases)
+    outcomes = run_ranks(world_size, train_cases, cases)
     assert_as_in_one_process(outcomes, cases, OPTIMIZERS, rtol=1e-9)
 
 
