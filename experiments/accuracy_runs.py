@@ -15,8 +15,8 @@ SEARCHED, LONG = (200, 600), 3000
 RATE_SEEDS, SEEDS, MORE_SEEDS = (100, 101), tuple(range(5)), tuple(range(5, 10))
 """Seeds that rates are chosen on, those of every cell, and those added to both sides of a difference that is open."""
 FIRST_TRIED, MOST_TRIED = (-1, 0, 1), 6
-"""Powers of two times a workload's rate that are tried first, and the most that are tried until the best is not at an
-end."""
+"""Powers of two times a workload's rate that are tried first, and the most that are tried until the best has a worse
+one on each side."""
 STEADY, MOST_LOWERED = 3.0, 2
 """Most percent by which seeds of synchronous training may spread; beyond that, the rate is at the edge of stability,
 and all methods take half of theirs, at most this many times."""
@@ -145,7 +145,12 @@ _TRIED: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "compress low rank": (
         "--width 1 --codec powersgd",
-        {"rank 16": "--low-rank 16", "rank 32": "--low-rank 32", "ranks by size": "--rank-compression 8"},
+        {
+            "rank 16": "--low-rank 16",
+            "ranks by size": "--rank-compression 8",
+            "dense start of a quarter": "--dense-start {quarter}",
+            "rank 16, dense start of a quarter": "--low-rank 16 --dense-start {quarter}",
+        },
     ),
 }
 WAYS = {
@@ -231,10 +236,11 @@ class Rates:
         return None if found is None else found - self.lowered
 
 
-def searched(cell: Cell, method: str, runs: Runs) -> tuple[list[Planned], int | None, bool]:
+def searched(cell: Cell, method: str, runs: Runs, also: int | None = None) -> tuple[list[Planned], int | None, bool]:
     """Return the runs of the search for a method's rate, the best power, and whether it is inside of those tried.
 
-    The power is None until the runs are done. Another one is tried next to the best as long as that is at an end.
+    The power is None until the runs are done. Another one is tried next to the best until those on both sides are, and
+    then ``also``, the best of another method: the search could otherwise end at a worse rate that is best nearby.
     """
     tried = list(FIRST_TRIED)
     while True:
@@ -244,10 +250,11 @@ def searched(cell: Cell, method: str, runs: Runs) -> tuple[list[Planned], int | 
             return every, None, False
         worth = {power: sum(cell.badness(runs[one.words]) for one in own) for power, own in planned.items()}
         best = min(worth, key=lambda power: (worth[power], power))
-        inside = min(tried) < best < max(tried)
-        if inside or len(tried) == MOST_TRIED:
-            return every, best, inside
-        tried.append(best - 1 if best == min(tried) else best + 1)
+        untried = [power for power in (best - 1, best + 1) if power not in tried]
+        more = untried or [power for power in (also,) if power is not None and power not in tried]
+        if not more or len(tried) == MOST_TRIED:
+            return every, best, not untried
+        tried.append(more[0])
 
 
 def spread(cell: Cell, runs: Sequence[Run]) -> float:
@@ -274,7 +281,9 @@ def rates_of(cell: Cell, seeds: Sequence[int], runs: Runs) -> tuple[list[Planned
 
     Rates of other methods, whose search is not finished, are left out.
     """
-    searches = {name: searched(cell, name, runs) for name in METHODS if METHODS[name].rate_of == name}
+    first = searched(cell, SYNCHRONOUS, runs)
+    others = [name for name in METHODS if METHODS[name].rate_of == name and name != SYNCHRONOUS]
+    searches = {SYNCHRONOUS: first} | {name: searched(cell, name, runs, also=first[1]) for name in others}
     every = [one for planned, _, _ in searches.values() for one in planned]
     best_of = {name: best for name, (_, best, _) in searches.items() if best is not None}
     if SYNCHRONOUS not in best_of:

@@ -25,6 +25,7 @@ OF_CODECS = (
     "low-rank",
     "rank-compression",
     "factor-codec",
+    "dense-start",
 )
 OTHERS = ("evaluate-iterations",)
 

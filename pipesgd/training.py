@@ -277,8 +277,8 @@ class Run:
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
             if checkpoint_schedule.is_due(done, time.perf_counter() - self._last) or done == self.job.iterations:
                 self.save_checkpoint(done)
-            synchronous = metrics.width < config.pipeline.width
-            if drift and (line := drift.observe(metrics.seconds["iteration"], synchronous=synchronous)):
+            unlike = metrics.width < config.pipeline.width or done <= (config.compression.dense_start or 0)
+            if drift and (line := drift.observe(metrics.seconds["iteration"], unlike=unlike)):
                 job.say(line)
             self._last = time.perf_counter()
         farewell.is_open = False
@@ -482,7 +482,7 @@ class Run:
             if nothing_new:
                 summary |= measured_before(folder / output.SUMMARY_FILE, job.workers.world_size)
             if planned is not None:
-                own = self._history.known("iteration", start=planned.start)
+                own = self._history.known("iteration", start=planned.settled)
                 measured = statistics(planned.windows(own.tolist()))["median"]
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):

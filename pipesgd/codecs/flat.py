@@ -61,6 +61,8 @@ class CompressionConfig:
     factor_codec: str | None = option(None, choices=FACTOR_CODECS, read_by={"codec": ("powersgd",)})
     """Encoding of the factors of --codec powersgd, fp32 by default: bf16 sends half of its bytes, int8 about a quarter.
     What that leaves out comes with later gradients."""
+    dense_start: int | None = option(None, at_least=0, read_by={"codec": ("powersgd",)})
+    """First iterations in which --codec powersgd sends whole gradients, encoded like its factors; 0 by default."""
 
     def __post_init__(self) -> None:
         check_function("codec", self.codec, kind(self.codec), (*CODECS, OWN))

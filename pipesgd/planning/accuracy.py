@@ -64,8 +64,9 @@ def line(model: nn.Module, *, width: int, codec: str, iterations: int) -> str | 
     sign = 1 if row["of_loss"] else -1
     cost, *between = (sign * row[one] for one in ("cost", "cost_low", "cost_high"))
     what, unit = ("loss", " %") if row["of_loss"] else ("accuracy", " points")
+    measured = row["method"].replace("low rank", "factors of rank 4")
     return (
-        f"accuracy: {name} in the nearest training that was measured ({like}, {row['iterations']} iterations, "
+        f"accuracy: {measured} in the nearest training that was measured ({like}, {row['iterations']} iterations, "
         f"{row['seeds']} seeds): {what} {cost:+.1f}{unit} from synchronous training "
         f"({min(between):+.1f} to {max(between):+.1f})"
     )

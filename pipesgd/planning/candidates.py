@@ -112,6 +112,7 @@ def heard(planned: Planned, paces: Sequence[Pace]) -> Planned:
     best = best_of(planned.candidates, paces)
     low, high = paces[best].interval
     start = 0 if planned.candidates[best]["width"] == 1 else planned.start
+    first = max(start, planned.dense)
     return dataclasses.replace(
         planned,
         choices=planned.candidates[best],
@@ -120,7 +121,7 @@ def heard(planned: Planned, paces: Sequence[Pace]) -> Planned:
         low=low,
         high=high,
         median_share=paces[best].median / paces[best].mean,
-        job_seconds=paces[best].mean * (planned.iterations - start) + planned.start_seconds * start,
+        job_seconds=paces[best].mean * (planned.iterations - first) + planned.start_seconds * first,
         start=start,
         support=MEASURED,
         reasons=[],
@@ -152,7 +153,7 @@ def audition(
 
     def make(number: int, own: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Pipelined:
         chosen = config.with_choices({name: candidates[number][name] for name in config.planning.auto})
-        settled = chosen.with_options(synchronous_start=0, guard=False)
+        settled = chosen.with_options(synchronous_start=0, dense_start=None, guard=False)
         return make_pipeline(settled, own, optimizer, scaler, ranks, reduce)
 
     modes, begin = list(map(_mode, candidates)), time.perf_counter()

@@ -146,11 +146,10 @@ def decide(
     if unmodelled:
         support = EXTRAPOLATED if support == INTERPOLATED else support
         reasons += unmodelled
-    total, start_seconds = answer.total, 0.0
-    if start := start_iterations(config.with_choices(decided.choices), iterations):
-        synchronous = predict(answer.job.changed(width=1, local_steps=1), extrapolate=True)
-        start_seconds = synchronous.iteration.total
-        total = start * start_seconds + (iterations - start) * answer.total / iterations
+    chosen = config.with_choices(decided.choices)
+    start, dense = start_iterations(chosen, iterations), min(chosen.compression.dense_start or 0, iterations)
+    start_seconds = _start_seconds(answer.job, start, dense)
+    total = start_seconds + (iterations - max(start, dense)) * answer.total / iterations
     return Planned(
         asked=list(config.planning.auto),
         choices=decided.choices,
@@ -164,11 +163,27 @@ def decide(
         why=decided.why,
         iterations=iterations,
         start=start,
-        start_seconds=start_seconds,
+        dense=dense,
+        start_seconds=start_seconds / max(1, start, dense),
         median_share=median_share(answer.job),
         window=config.windows.local_steps * decided.choices["fragments"],
         candidates=[choices_in(job) for job in decided.candidates],
         predicted=[predict(job, extrapolate=True).iteration.total for job in decided.candidates],
+    )
+
+
+def _start_seconds(job: Job, start: int, dense: int) -> float:
+    """Return the seconds of the first iterations, of which ``start`` are synchronous, and ``dense`` sent whole.
+
+    Whole gradients are taken to be fp32: with a codec they take less, but that may not be measured.
+    """
+    synchronous, whole = {"width": 1, "local_steps": 1}, {"codec": UNCOMPRESSED}
+    both = min(start, dense)
+    kinds = ((both, synchronous | whole), (start - both, synchronous), (dense - both, whole))
+    return sum(
+        number * predict(job.changed(**changes), extrapolate=True).iteration.total
+        for number, changes in kinds
+        if number
     )
 
 

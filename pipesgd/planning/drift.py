@@ -14,14 +14,14 @@ TOLERANCE = 0.1
 SETTLING = 5
 """Number of iterations at the start of a run that take longer."""
 REFILL = 2
-"""Iterations after a synchronous one in which the pipeline fills again."""
+"""Iterations after one that is not compared in which the pipeline fills again."""
 
 
 class Drift:
     """Detector of iteration times that stay outside the predicted interval; it reports once.
 
     Iterations that are synchronous, at the start and after the guard fell back, are not compared with a prediction for
-    another width.
+    another width, nor whole gradients at the start with one for factors of low rank.
 
     Args:
         planned: the plan of the run.
@@ -38,12 +38,12 @@ class Drift:
         self._sides: list[int] = []
         self._reported = False
 
-    def observe(self, seconds: float, *, synchronous: bool = False) -> str | None:
-        """Record the time of an iteration, and whether it was synchronous; return what is to be reported, if anything.
+    def observe(self, seconds: float, *, unlike: bool = False) -> str | None:
+        """Record the time of an iteration, and whether it was not of the kind that is planned; return what to report.
 
-        An iteration is ``synchronous`` if its width is less than that of the plan.
+        An iteration is ``unlike`` if its width is less than that of the plan, or its gradient was sent whole.
         """
-        if synchronous:
+        if unlike:
             self._refills = REFILL
             return None
         if self._refills:

@@ -45,8 +45,10 @@ class Planned:
     """Median of a window over its mean: below 1 where a few are long."""
     start: int = 0
     """First iterations, which are synchronous, in a pipeline that later is not."""
+    dense: int = 0
+    """First iterations whose gradients are sent whole, where those of later ones are factors of low rank."""
     start_seconds: float = 0.0
-    """Predicted seconds of one of these."""
+    """Predicted seconds of one of the iterations before ``settled``, their mean."""
     window: int = 1
     """Iterations whose mean is compared with the prediction: those of a window of local steps, or, with fragments, of
     the windows in which each has a turn."""
@@ -73,12 +75,18 @@ class Planned:
         return [
             *self.why,
             f"{self._how} by {self.source}: {interval} an iteration, {format_seconds(self.job_seconds)} for all "
-            f"{self.iterations}{self._synchronous}{far}",
+            f"{self.iterations}{self._unlike}{far}",
         ]
 
     @property
-    def _synchronous(self) -> str:
-        return f", the first {self.start} of them synchronous" if self.start else ""
+    def settled(self) -> int:
+        """Number of the first iteration that is neither synchronous nor has a whole gradient, unless all are so."""
+        return max(self.start, self.dense)
+
+    @property
+    def _unlike(self) -> str:
+        kinds = {"synchronous": self.start, "with whole gradients": self.dense}
+        return "".join(f", the first {number} of them {kind}" for kind, number in kinds.items() if number)
 
     @property
     def _how(self) -> str:

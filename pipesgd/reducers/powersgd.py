@@ -50,6 +50,8 @@ class PowerSgd(GradientCodec):
     """Number of times by which the factors of each matrix have fewer values than it, in place of one rank for all."""
     factors: str = option("fp32", choices=FACTOR_CODECS, named="factor-codec")
     """Encoding of the factors and of what is not compressed, on the wire: fp32 (exact), bf16 or int8."""
+    dense_start: int = option(0, at_least=0)
+    """Number of first iterations in which matrices are summed whole, encoded as factors would be."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +75,8 @@ class PowerSgd(GradientCodec):
     def _words(self) -> list[str]:
         by_size = self.compression is not None
         ranks = f"with {self.compression:g} times fewer values" if by_size else f"of rank {self.rule.rank}"
-        return [ranks, *[f"in {self.factors}"] * (self.factors != "fp32")]
+        whole = f"after {self.dense_start} whole gradients"
+        return [ranks, *[f"in {self.factors}"] * (self.factors != "fp32"), *[whole] * (self.dense_start > 0)]
 
     def said_of(self, parameters: Iterable[Tensor]) -> str:
         return f", {self.rule.describe(parameters)}"
@@ -84,6 +87,7 @@ class PowerSgd(GradientCodec):
             world_size=connections.ranks.world_size,
             rule=self.rule,
             exact=codec.in_place,
+            dense_start=self.dense_start,
             seed=seed,
         )
 
@@ -161,6 +165,9 @@ class PowerSgdReducer:
     4. decode: the sum is P Q^T; the residual becomes M - P Q^T / p, so that the sum and all ranks' residuals together
        equal the ranks' inputs. The next iteration starts from Q.
 
+    In the first ``dense_start`` iterations a bucket is summed as it is, in one all-reduce, since the directions of
+    gradients change most at the beginning.
+
     A value that is not finite makes its whole matrix NaN on all ranks, which drop its residual and restart from the
     first Q.
 
@@ -183,14 +190,25 @@ class PowerSgdReducer:
         world_size: number of ranks, p.
         rule: says which parameters are factored, and at which rank.
         exact: whether ``all_reduce`` sums exactly.
+        dense_start: number of first iterations in which nothing is factored.
         seed: seed of the first Q, the same on all ranks.
     """
 
-    def __init__(self, all_reduce: AllReduce, *, world_size: int, rule: LowRank, exact: bool = True, seed: int = 0):
+    def __init__(
+        self,
+        all_reduce: AllReduce,
+        *,
+        world_size: int,
+        rule: LowRank,
+        exact: bool = True,
+        dense_start: int = 0,
+        seed: int = 0,
+    ):
         self._all_reduce = all_reduce
         self._world_size = world_size
         self._rule = rule
         self._exact = exact
+        self._dense_start = dense_start
         self._seed = seed
         self._residuals: dict[int, Tensor] = {}  # by number of the flat tensor
         self._rights: dict[int, Tensor] = {}  # by number of the bucket's first flat tensor, as rooms are
@@ -198,12 +216,26 @@ class PowerSgdReducer:
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
         if self._world_size > 1:
-            self._sum(buffer)
+            room = self._room(buffer)
+            if iteration < self._dense_start:
+                self._sum_whole(buffer.flats, room.residuals)
+            else:
+                self._sum_factors(buffer.flats, room)
+            if not are_finite(room.residuals):  # values that overflowed in the last step
+                for residual in room.residuals:
+                    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         for flat in buffer.flats:
             finish(flat)
 
-    def _sum(self, buffer: FlatBuffer) -> None:
-        room, flats = self._room(buffer), buffer.flats
+    def _sum_whole(self, flats: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
+        for flat, residual in zip(flats, residuals, strict=True):
+            real = as_real(flat)
+            values = real.to(torch.float32).add_(residual)
+            self._all_reduce(values, None if self._exact else residual.zero_())
+            if values is not real:
+                real.copy_(values)
+
+    def _sum_factors(self, flats: Sequence[Tensor], room: _Room) -> None:
         # 1. and 2.
         for matrix in room.matrices:
             matrix.residual.add_(matrix.in_flats(flats))
@@ -241,14 +273,13 @@ class PowerSgdReducer:
                 values.fill_(torch.nan)
                 matrix.residual.zero_()
                 matrix.right.copy_(matrix.first_right)
-        if not are_finite(room.residuals):  # values that overflowed in the last step
-            for residual in room.residuals:
-                residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
-        sizes = zip(*map(self._sizes, buffer.views), strict=True)
-        device = buffer.flats[0].device
-        parts = [torch.empty(sum(numels), dtype=torch.float32, device=device) for numels in sizes]
+        if iteration < self._dense_start:
+            numels = [real_numel(flat) for flat in buffer.flats]
+        else:
+            numels = list(map(sum, zip(*map(self._sizes, buffer.views), strict=True)))
+        parts = [torch.empty(numel, dtype=torch.float32, device=buffer.flats[0].device) for numel in numels]
         return sum(map(self._all_reduce.wire_bytes, parts))
 
     def state(self, buffer: FlatBuffer) -> list[Tensor]:

@@ -191,8 +191,8 @@ def _plan(told: dict[str, Any], notes: list[str]) -> Planned | None:
         planned = Planned.from_json({name: value for name, value in told.items() if name != "measured_seconds"})
         planned.compare(1.0)
         planned.windows([1.0])
-        if number(planned.start) is None:
-            raise ValueError(f"its start is {planned.start!r}")
+        if number(planned.start) is None or number(planned.dense) is None:
+            raise ValueError(f"its start is {planned.start!r}, and {planned.dense!r} with whole gradients")
         return dataclasses.replace(planned, why=[str(line) for line in planned.why])
     except (TypeError, ValueError, ArithmeticError, MemoryError):
         notes.append("the plan of the run is damaged or of another version, and is left out")

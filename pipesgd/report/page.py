@@ -261,7 +261,7 @@ def _predicted(run: RunFolder) -> list[Child]:
     else:
         measured = run.measured_seconds
         if measured is None:
-            own = run.iterations["iteration_seconds"][run.iterations["iteration"] >= planned.start]
+            own = run.iterations["iteration_seconds"][run.iterations["iteration"] >= planned.settled]
             measured = statistics(planned.windows(own[~np.isnan(own)].tolist()))["median"]
         line = "No iteration can be compared with the prediction." if measured is None else planned.compare(measured)
         content.append(tag("p", f"{line[0].upper()}{line[1:]}."))

@@ -131,6 +131,18 @@ def test_a_rate_is_the_best_of_those_around_it(best: int, inside: bool) -> None:
         assert len(tried) == MOST_TRIED
 
 
+@pytest.mark.parametrize(("also", "expected"), [(None, 1), (-2, -2), (1, 1)])
+def test_a_search_also_looks_where_another_method_is_best(also: int | None, expected: int) -> None:
+    """Low rank after 200 iterations on bytes is nearly as bad at four times the best rate, and worse in between."""
+    cell, runs, found = Cell(TEXT, 200), dict[str, Run](), None
+    worse = {-3: 2.9, -2: 2.5, -1: 2.7, 0: 2.65, 1: 2.6, 2: 2.7}
+    while found is None:
+        planned, found, is_inside = searched(cell, LOW_RANK, runs, also)
+        runs |= {one.words: ran(0.5, worse[power_of(one)]) for one in planned}
+    assert (found, is_inside) == (expected, True)
+    assert {found - 1, found + 1} <= {power_of(one) for one in planned}
+
+
 def test_a_rate_at_which_a_seed_diverges_is_not_the_best() -> None:
     runs = finished(lambda one: None if (power_of(one), one.seed) == (0, 101) else bowl(one))
     _, best, _ = searched(Cell(TEXT, 200), SYNCHRONOUS, runs)

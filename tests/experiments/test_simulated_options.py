@@ -48,7 +48,7 @@ FOLLOWED = {
         for name, codec, value in (
             ("codec-block", "int4", "64"), ("rounding", "int8", "stochastic"), ("error-feedback", "int4", "off"),
             ("qsgd-levels", "qsgd", "3"), ("low-rank", "powersgd", "2"), ("rank-compression", "powersgd", "20"),
-            ("factor-codec", "powersgd", "int8"),
+            ("factor-codec", "powersgd", "int8"), ("dense-start", "powersgd", "2"),
         )
     },
     "fragments": (f"{SMALL} --local-steps 2", "--fragments 2"),
@@ -141,7 +141,7 @@ def test_what_is_not_simulated_is_said(words: str, message: str) -> None:
         "--lr-scaling linear",
         "--codec int4 --codec-block 64 --rounding stochastic --seed 1",
         "--codec powersgd --low-rank 2 --seed 1",
-        "--codec powersgd --rank-compression 4 --factor-codec int8 --seed 1",
+        "--codec powersgd --rank-compression 4 --factor-codec int8 --dense-start 2 --seed 1",
     ],
 )
 def test_a_simulated_run_leaves_the_weights_of_the_command_bit_for_bit(

@@ -70,6 +70,7 @@ def test_points_of_accuracy_that_were_lost_are_below_zero() -> None:
     assert row["cost"] > 0
     said = line(PICTURES, width=1, codec="powersgd", iterations=600)
     assert said is not None
+    assert said.startswith("accuracy: compress factors of rank 4 in the nearest training that was measured (convnet")
     assert said.endswith(
         f"accuracy {-row['cost']:+.1f} points from synchronous training "
         f"({-row['cost_high']:+.1f} to {-row['cost_low']:+.1f})"

@@ -24,7 +24,7 @@ from tests.timing_model._profiles import MLP, PROFILE, ran, rates
 from timing_model.cluster_profile import Profile
 from timing_model.fragments import in_windows, windows_of
 from timing_model.job import Job, Length
-from timing_model.measured import CodecProfile, Estimate
+from timing_model.measured import CodecProfile, Estimate, LowRankProfile
 from timing_model.params import LinkParams
 from timing_model.predict import predict
 from timing_model.support import GIVEN, INTERPOLATED
@@ -32,6 +32,7 @@ from timing_model.support import GIVEN, INTERPOLATED
 EXPENSIVE = rates(1e-6)
 LIMIT = "--rate-limit 8mbit"
 HUNDRED = Length(iterations=100)
+FACTORS = LowRankProfile(rank=4, left=10_050, right=11_136, work=Estimate.exact(0.004))
 
 
 def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
@@ -48,6 +49,27 @@ def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
     assert "Use int8" in advice
     assert predicted.startswith("predicted by a test: ")
     assert "for all 100" in predicted
+
+
+@pytest.mark.parametrize(("synchronous", "dense"), [(0, 0), (10, 0), (0, 25), (10, 25), (25, 10), (10, 10), (0, 999)])
+def test_a_plan_counts_the_first_iterations_at_their_own_times(synchronous: int, dense: int) -> None:
+    """They are synchronous, or send whole gradients where later ones are factors, or both."""
+    factored = dataclasses.replace(MLP, low_rank=FACTORS)
+    given = f"--synchronous-start {synchronous} --dense-start {dense}"
+    planned = choose(cluster(compute=factored), f"--width 2 --codec powersgd {given} --all-reduce ring")
+
+    def seconds(number: int) -> float:
+        known = cluster(compute=factored)
+        job = Job(cluster=known, compute=known.compute[0], world_size=4, width=2, codec="powersgd", length=HUNDRED)
+        if number >= max(synchronous, dense):
+            return predict(job).total / 100  # with the last gradients, which arrive after the last iteration
+        unlike = {"width": 1} if number < synchronous else {}
+        return predict(job.changed(**unlike, **{"codec": "fp32"} if number < dense else {})).iteration.total
+
+    assert planned.job_seconds == pytest.approx(sum(map(seconds, range(100))), rel=1e-9)
+    assert planned.settled == min(100, max(synchronous, dense))
+    whole = f", the first {min(100, dense)} of them with whole gradients"
+    assert (whole in planned.lines()[-1]) == bool(dense)
 
 
 def test_a_file_that_was_measured_with_a_small_data_set_holds_for_a_run_with_a_larger_one() -> None:

@@ -61,7 +61,7 @@ def test_a_synchronous_time_is_no_drift() -> None:
     """It begins with a run, or when the guard falls back."""
     for synchronous in (False, True):
         drift = Drift(prediction())
-        said = [drift.observe(9.0, synchronous=synchronous) for _ in range(SETTLING + WINDOW * WINDOWS)]
+        said = [drift.observe(9.0, unlike=synchronous) for _ in range(SETTLING + WINDOW * WINDOWS)]
         said += [drift.observe(9.0) for _ in range(REFILL)]
         assert any(said) == (not synchronous)
 
@@ -70,7 +70,7 @@ def test_a_synchronous_time_is_no_drift() -> None:
 def test_a_synchronous_start_is_no_drift_and_hides_none_after_it(window: int) -> None:
     drift = Drift(dataclasses.replace(prediction(), window=window))
     for _ in range(200):
-        assert drift.observe(9.0, synchronous=True) is None
+        assert drift.observe(9.0, unlike=True) is None
     *said, last = [drift.observe(9.0) for _ in range(REFILL + window * (SETTLING + WINDOW * WINDOWS))]
     assert not any(said)
     assert last is not None

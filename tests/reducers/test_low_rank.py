@@ -61,6 +61,7 @@ def test_a_codec_says_what_its_rule_does() -> None:
     assert PowerSgd().said_of(parameters) == ", factors for 2 of 4 parameters, 65.2 times fewer values"
     assert PowerSgd(low_rank=2).describe() == "powersgd of rank 2"
     assert PowerSgd(compression=30, factors="int8").describe() == "powersgd with 30 times fewer values in int8"
+    assert PowerSgd(dense_start=20).describe() == "powersgd of rank 4 after 20 whole gradients"
 
 
 def test_one_rank_and_ranks_by_size_exclude_each_other() -> None:

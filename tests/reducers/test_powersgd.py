@@ -41,6 +41,7 @@ def exchanged(
     states: list[State] | None = None,
     name: str = "ring",
     factors: str = "fp32",
+    dense_start: int = 0,
 ) -> tuple[list[Gradients], list[State]]:
     """Return the sums of each iteration, and every rank's state at the end, for ``gradients[iteration][rank]``."""
     world_size = len(gradients[0])
@@ -50,7 +51,12 @@ def exchanged(
         codec = PowerSgd(factors=factors).make()
         all_reduce = ScheduledAllReduce(transport, schedule, codec, segment_bytes=64)
         reducer = PowerSgdReducer(
-            all_reduce, world_size=world_size, rule=LowRank(low_rank), exact=codec.in_place, seed=3
+            all_reduce,
+            world_size=world_size,
+            rule=LowRank(low_rank),
+            exact=codec.in_place,
+            dense_start=dense_start,
+            seed=3,
         )
         if states is not None:
             reducer.load_state_dict(states[transport.rank])
@@ -61,6 +67,7 @@ def exchanged(
             before, announced = transport.bytes_sent, reducer.wire_bytes(buffer, iteration)
             reducer.sum(buffer, iteration)
             assert transport.bytes_sent - before == announced == reducer.wire_bytes(buffer, iteration)
+            assert all(kept.dtype == torch.float32 for kept in reducer.state_dict()["residuals"])
             sums.append(buffer.views)
         return sums, reducer.state_dict()
 
@@ -178,6 +185,40 @@ def test_little_is_left_out_of_a_sum_whose_rank_is_that_of_encoded_factors(facto
         assert (direction @ kept).norm() < 0.5 * (direction @ total).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_the_first_gradients_are_whole_and_factors_begin_after_them(dtype: torch.dtype) -> None:
+    """Small whole numbers have exact sums in all of these types."""
+    gradients = [
+        [[integers(torch.Size(shape).numel(), rank + step, dtype).view(shape) for shape in SHAPES] for rank in range(3)]
+        for step in range(5)
+    ]
+    sums, states = exchanged(gradients, 2, dense_start=3)
+    for step, of_iteration in enumerate(sums):
+        exact = [
+            torch.equal(total, total_of(gradients[step : step + 1], index)) for index, total in enumerate(of_iteration)
+        ]
+        assert all(exact) == (step < 3)
+    as_from_the_start, alone = exchanged(gradients[3:], 2)
+    for ours, theirs in zip(sums[3:], as_from_the_start, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert all(torch.equal(one["rights"][0], other["rights"][0]) for one, other in zip(states, alone, strict=True))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_encodings_of_whole_gradients_leave_out_comes_with_later_ones(name: str) -> None:
+    gradients = noise(6, 4)
+    sums, states = exchanged(gradients, 1, name=name, factors="int8", dense_start=3)
+    whole, after = exchanged(gradients[:3], 1, name=name, factors="int8", dense_start=3)
+    for index, kept in enumerate(residuals(after, SHAPES)):
+        total = total_of(gradients[:3], index)
+        assert kept.abs().max() < 0.1 * total.abs().max() if kept.numel() else True
+        arrived = torch.stack([of_iteration[index] for of_iteration in whole]).sum(0)
+        torch.testing.assert_close(arrived + kept, total, rtol=0, atol=1e-4)
+    for index, kept in enumerate(residuals(states, SHAPES)):
+        arrived = torch.stack([of_iteration[index] for of_iteration in sums]).sum(0)
+        torch.testing.assert_close(arrived + kept, total_of(gradients, index), rtol=0, atol=2e-4)
+
+
 def power_sgd(gradients: list[list[Tensor]], first: Tensor) -> list[Tensor]:
     """Compute Vogels et al., algorithms 1 and 2, with Gram-Schmidt, in float64; return the mean of every iteration."""
     errors = [torch.zeros_like(gradient, dtype=torch.float64) for gradient in gradients[0]]
@@ -270,19 +311,24 @@ def test_a_state_continues_bit_for_bit() -> None:
     assert all(torch.equal(*pair) for pair in zip(exchanged(gradients, 2, start)[0][0], whole[0], strict=True))
 
 
-WAYS = [*((name, "fp32", 1) for name in ALL_REDUCES), ("ring", "bf16", 1), ("ring", "int8", 2)]
-"""All-reduce, codec of the factors, and number of buckets."""
+WAYS = [
+    *((name, "fp32", 1, 0) for name in ALL_REDUCES),
+    ("ring", "bf16", 1, 2),
+    ("ring", "int8", 2, 0),
+    ("ring", "int8", 2, 6),
+]
+"""All-reduce, codec of the factors, number of buckets, and of whole gradients before any factor."""
 
 
-def _in_a_pipeline(ranks: Ranks) -> dict[tuple[str, str, int], tuple[list[str], str]]:
+def _in_a_pipeline(ranks: Ranks) -> dict[tuple[str, str, int, int], tuple[list[str], str]]:
     """Return, for each way, hashes of the weights after every iteration, and the last one of a resumed run."""
     ranks.local_world_size, ranks.local_rank = 2, ranks.rank % 2
 
-    def build(all_reduce: str, factors: str, buckets: int) -> tuple[nn.Module, Pipelined]:
+    def build(all_reduce: str, factors: str, buckets: int, dense_start: int) -> tuple[nn.Module, Pipelined]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        codec = codec_named("powersgd", low_rank=2, factors=factors)
+        codec = codec_named("powersgd", low_rank=2, factors=factors, dense_start=dense_start)
         options: dict[str, Any] = {"width": 2, "prediction": "none", "codec": codec, "buckets": buckets}
         options["all_reduce"] = all_reduce
         return model, Pipelined(model, optimizer, ranks=ranks, **sections(**options))
