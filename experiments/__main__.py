@@ -69,8 +69,10 @@ KEEP_RUNS = (
     "soak",
     "survivors",
     "survivors_on_links",
+    "halves",
     "local_steps_accuracy",
     "systems",
+    "time_to_target",
     "validate_timing_model",
 )
 """Modules that have ``--fresh``."""
@@ -119,6 +121,8 @@ EXPERIMENTS = (
     ),
     Experiment(name="bench_codecs", words="bench_codecs", minutes=15),
     Experiment(name="accuracy", words="accuracy", minutes=7 * 60),
+    Experiment(name="halves", words="halves", minutes=12),
+    Experiment(name="time_to_target", words="time_to_target", minutes=25),
     Experiment(name="local_steps_accuracy", words="local_steps_accuracy", minutes=190),
     Experiment(name="systems", words="systems", minutes=8 * 60),
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),

@@ -86,8 +86,8 @@ OnePlanned = TypeVar("OnePlanned", bound=Planned)
 # ---- One run
 
 
-def simulate(words: str, *, world_size: int = WORLD_SIZE) -> Run:
-    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks.
+def simulate(words: str, *, world_size: int = WORLD_SIZE, train: Train | None = None) -> Run:
+    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, or of these options with ``train``.
 
     Raises:
         UserInputError: an option is wrong, or one that simulated ranks do not follow.
@@ -105,10 +105,8 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE) -> Run:
     torch.manual_seed(config.optimization.seed * world_size)
     of_ranks = (batches_of(config, data, rank, world_size) for rank in range(world_size))
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
-    if config.in_windows:
-        training = _train_by_windows(config, model, batches, iterations, world_size)
-    else:
-        training = _train(config, model, batches, iterations, world_size)
+    train = train or (_train_by_windows if config.in_windows else _train)
+    training = train(config, model, batches, iterations, world_size)
     every = config.run.evaluate_iterations
     losses: list[float] = []
     points: list[list[float]] = []
@@ -146,14 +144,16 @@ def accuracy_of(worth: evaluation.Evaluation) -> float:
     return worth.accuracy
 
 
-_Batches = Iterator[tuple[tuple[Tensor, Tensor], ...]]
+BatchesOfRanks = Iterator[tuple[tuple[Tensor, Tensor], ...]]
 """Batches of all ranks, by iteration."""
+Train = Callable[[TrainConfig, nn.Module, BatchesOfRanks, int, int], Iterator[float]]
+"""Function that trains a model with a number of iterations on a number of ranks, and yields the loss of each."""
 
 
 def _train(
     config: TrainConfig,
     model: nn.Module,
-    batches: _Batches,
+    batches: BatchesOfRanks,
     iterations: int,
     world_size: int,
 ) -> Iterator[float]:
@@ -183,7 +183,7 @@ def _train(
 def _train_by_windows(
     config: TrainConfig,
     model: nn.Module,
-    batches: _Batches,
+    batches: BatchesOfRanks,
     iterations: int,
     world_size: int,
 ) -> Iterator[float]:
@@ -274,6 +274,7 @@ def finished_runs(
     console: Console,
     *,
     expected: Plan[OnePlanned] | None = None,
+    simulate: Callable[[str], Run] = simulate,
 ) -> dict[str, Run]:
     """Return the runs of the plan by their arguments, as the options of ``add_options`` ask for.
 
@@ -282,7 +283,8 @@ def finished_runs(
     """
     kept = kept_runs(arguments, name)
     if not arguments.finished:
-        return make_runs(plan, expected or plan, kept, name, console, processes=arguments.processes)
+        processes = arguments.processes
+        return make_runs(plan, expected or plan, kept, name, console, simulate, processes=processes)
     known = kept.load()
     planned = plan(known)
     done = {one.words: run for one in planned if (run := known.get(one.words))}
@@ -296,6 +298,7 @@ def make_runs(
     kept: KeptRuns[Run],
     name: str,
     console: Console,
+    simulate: Callable[[str], Run] = simulate,
     *,
     processes: int,
 ) -> dict[str, Run]:

@@ -1,0 +1,256 @@
+"""Time to a target accuracy: late, compressed gradients next to DDP with fp16, for a transformer at 200 Mbit/s.
+
+    python -m experiments.time_to_target
+
+Iterations to the target are those of simulated ranks, which are real ones bit for bit (experiments/simulation.py). A
+target is one point below the mean accuracy that DDP with fp16 ends with, and counts as reached if every seed crosses it
+and ends no lower. Rates are the best of three on a seed of their own, separately for each schedule, of DDP and of width
+2. Iterations are timed on four nodes, in turns in one job, with an accelerator of 75 ms on each, which is emulated, as
+the link is; those of the synchronous start are timed apart. The time to the target is calculated from both.
+
+Finished trainings are kept in time_to_target.runs.json in the output folder; iterations are timed each time.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments import command, simulated_runs
+from experiments.paired import median, paired_ratio, ratio_columns
+from experiments.results import Row, code_state, save
+from experiments.simulated_runs import QUICK_ITERATIONS, Run
+from experiments.systems.accuracy import Curve
+from experiments.systems.table import accuracy_of, target_of
+from experiments.systems.workloads import ACCELERATOR, QUICK_ACCELERATOR, TIMED_LR, WORKLOADS
+from experiments.testbed import Link, Testbed
+from experiments.validation_runs import time_in_passes
+from pipesgd.cli import parse as parse_training
+from pipesgd.errors import UserInputError
+from pipesgd.ranks import Ranks
+from pipesgd.strategies import start_iterations
+
+NAME = "time_to_target"
+LINK, NODES = Link(rate=200e6), 4
+ITERATIONS, EVALUATIONS = 600, 6
+RATES, RATE_SEED = (0.002, 0.004, 0.008), 100
+WORDS = WORKLOADS["transformer"].words.partition(" --schedule")[0]
+RECIPE = "--batch-size 8 --optimizer adamw --betas 0.9 0.95 --weight-decay 0.1 --clip-norm 1"
+"""AdamW as language models are trained with it."""
+SCHEDULES = {"cosine after a tenth": "--schedule cosine --lr-warmup {tenth}", "one-cycle": "--schedule one-cycle"}
+"""Schedules: the rate rises over a tenth of the iterations, and over three tenths."""
+ALONE, REFERENCE = "computing alone", "DDP fp16"
+ROUNDS, BLOCK, QUICK_ROUNDS, QUICK_BLOCK = 8, 20, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to exchange gradients; all but the name are arguments of ``pipesgd.train``."""
+
+    trained: str
+    timed: str
+    start: str
+    """Arguments for iterations of the synchronous start."""
+    rate_of: str
+    """Name of the method whose rate it takes, perhaps its own."""
+
+
+def _late(codec: str, buckets: int = 1) -> Method:
+    more = f"--codec {codec} --buckets {buckets}"
+    return Method(
+        trained=f"--width 2 --codec {codec}", timed=f"--width 2 {more}", start=f"--width 1 {more}", rate_of="int8"
+    )
+
+
+_DDP = "--strategy ddp --ddp-hook fp16"
+METHODS = {
+    REFERENCE: Method(trained="--width 1 --codec fp16", timed=_DDP, start=_DDP, rate_of=REFERENCE),
+    "int8": _late("int8"),
+    "int8, 4 buckets": _late("int8", 4),
+    "int4": _late("int4"),
+    "int4, 4 buckets": _late("int4", 4),
+}
+
+
+# ---- Iterations to the target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(simulated_runs.Planned):
+    """A training to be made."""
+
+    method: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}, {self.method}, seed {self.seed}"
+
+
+Runs = Mapping[str, Run]
+"""Finished trainings by their arguments."""
+
+
+def training(schedule: str, method: str, lr: float, seed: int, iterations: int) -> Planned:
+    """Return the training of a method, which those that are timed differently have in common."""
+    rises = SCHEDULES[schedule].format(tenth=max(1, iterations // 10))
+    length = f"--iterations {iterations} --evaluate-iterations {max(1, iterations // EVALUATIONS)} --seed {seed}"
+    words = f"{WORDS} --model transformer {RECIPE} {METHODS[method].trained} --lr {lr:g} {rises} {length}"
+    return Planned(workload=f"transformer, {schedule}", method=method, words=words, seed=seed)
+
+
+def search(schedule: str, method: str, iterations: int) -> list[Planned]:
+    """Return the trainings that the rate of ``method`` is chosen by."""
+    return [training(schedule, METHODS[method].rate_of, lr, RATE_SEED, iterations) for lr in RATES]
+
+
+def best_rate(schedule: str, method: str, iterations: int, runs: Runs) -> float | None:
+    """Return the rate with the best accuracy at the end; None until it is known."""
+    planned = search(schedule, method, iterations)
+    if any(one.words not in runs for one in planned):
+        return None
+    worth = {lr: runs[one.words].test_accuracy or 0.0 for lr, one in zip(RATES, planned, strict=True)}
+    return max(worth, key=lambda lr: worth[lr])
+
+
+def plan(iterations: int, seeds: int, runs: Runs, *, most: bool = False) -> list[Planned]:
+    """Return the trainings that can be told from those that are done; with ``most``, at any rate where it cannot be."""
+    every = []
+    for schedule in SCHEDULES:
+        for method in METHODS:
+            every += search(schedule, method, iterations)
+            lr = best_rate(schedule, method, iterations, runs)
+            if lr is not None or most:
+                every += [training(schedule, method, lr or RATES[0], seed, iterations) for seed in range(seeds)]
+    return list(dict.fromkeys({one.words: one for one in every}.values()))
+
+
+def curves(schedule: str, method: str, lr: float, iterations: int, seeds: int, runs: Runs) -> list[Curve]:
+    """Return the accuracies on the way of each seed."""
+    found = [runs[training(schedule, method, lr, seed, iterations).words] for seed in range(seeds)]
+    return [
+        Curve(
+            commit=run.commit,
+            how="simulated",
+            failure=None if run.diverged_at is None else f"diverges in iteration {run.diverged_at}",
+            points=run.points,
+        )
+        for run in found
+    ]
+
+
+# ---- Time of an iteration
+
+
+def time_iterations(*, quick: bool) -> dict[str, list[float]]:
+    """Return the seconds of an iteration in each round, by arguments of ``pipesgd.train``.
+
+    Raises:
+        RunError: the job failed.
+    """
+    accelerator = QUICK_ACCELERATOR if quick else ACCELERATOR
+    emulated = f"--lr {TIMED_LR} --model experiments.accelerators:synthetic={accelerator},model=transformer"
+    every = dict.fromkeys(
+        ["--strategy local", *(words for one in METHODS.values() for words in (one.timed, one.start))]
+    )
+    asked = [
+        {"words": f"{WORDS} {emulated} {RECIPE} {words}", "iterations": QUICK_BLOCK if quick else BLOCK}
+        for words in every
+    ]
+    with tempfile.TemporaryDirectory() as folder, Testbed(nodes=NODES, link=LINK) as testbed:
+        rounds = time_in_passes(testbed, asked, QUICK_ROUNDS if quick else ROUNDS, Path(folder))
+    return {words: [one["seconds"] for one in of_rounds] for words, of_rounds in zip(every, rounds, strict=True)}
+
+
+# ---- Both
+
+
+def rows_of(schedule: str, iterations: int, seeds: int, runs: Runs, times: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Return a row for every method with a schedule."""
+    rates = {name: best_rate(schedule, name, iterations, runs) for name in METHODS}
+    of_methods = {
+        name: curves(schedule, name, lr, iterations, seeds, runs) for name, lr in rates.items() if lr is not None
+    }
+    target, rows = target_of(of_methods[REFERENCE]), []
+    base = times[METHODS[REFERENCE].timed]
+    alone = paired_ratio(base, times["--strategy local"])
+    seconds_of_reference: list[float] = []
+    for name, method in METHODS.items():
+        lr = rates[name]
+        assert lr is not None, "all trainings are finished"
+        found = accuracy_of(of_methods[name], of_methods[REFERENCE], target)
+        config = parse_training(shlex.split(training(schedule, name, lr, 0, iterations).words))
+        start, reached = start_iterations(config, iterations), found["iterations_to_target"]
+        seconds = []
+        if reached is not None:
+            first = min(start, reached)
+            each = zip(times[method.timed], times[method.start], strict=True)
+            seconds = [(reached - first) * late + first * at_start for late, at_start in each]
+        if name == REFERENCE:
+            seconds_of_reference = seconds
+        both = seconds and seconds_of_reference
+        faster = paired_ratio(seconds_of_reference, seconds) if both else None
+        gains = [one / other for one, other in zip(seconds_of_reference, seconds, strict=True)] if both else []
+        of_alone = [one / other for one, other in zip(base, times["--strategy local"], strict=True)]
+        rows.append(
+            {
+                "schedule": schedule,
+                "method": name,
+                "lr": lr,
+                **found,
+                "start_iterations": start,
+                "iteration_s": median(times[method.timed]),
+                "start_iteration_s": median(times[method.start]),
+                "time_to_target_s": median(seconds) if seconds else None,
+                **ratio_columns("times_as_fast", faster),
+                "alone_times_as_fast": alone.median,
+                **ratio_columns("share_of_alone", paired_ratio(gains, of_alone) if gains else None),
+                "rounds": len(base),
+            }
+        )
+    return rows
+
+
+def _texts(row: Row) -> dict[str, str]:
+    text = partial(command.text_of, row)
+    return {
+        "schedule": row["schedule"],
+        "method": row["method"],
+        "lr": f"{row['lr']:g}",
+        "accuracy %": text("accuracy_mean", ".2f", 100),
+        "iterations to target": text("iterations_to_target", ".0f", missing=row["not_reached"]),
+        "ms": f"{row['iteration_s'] * 1e3:.1f}, {row['start_iteration_s'] * 1e3:.1f} in the start",
+        "s to target": text("time_to_target_s", ".1f"),
+        "times as fast": f"{text('times_as_fast_median', '.2f')} ({text('times_as_fast_low', '.2f')} to "
+        f"{text('times_as_fast_high', '.2f')})",
+        "of computing alone's": text("share_of_alone_median", ".2f"),
+    }
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """Run the command."""
+    options = command.parser(NAME, __doc__)
+    simulated_runs.add_options(options)
+    arguments = ranks.raise_together("options", lambda: command.parse(options, words))
+    command.check_alone(NAME, ranks.by_torchrun, "it starts its own ranks")
+    iterations = QUICK_ITERATIONS if arguments.quick else ITERATIONS
+    seeds = simulated_runs.seeds_of(arguments)
+    wanted = partial(plan, iterations, seeds)
+    done = simulated_runs.finished_runs(wanted, arguments, NAME, console, expected=partial(wanted, most=True))
+    if any(one.words not in done for one in wanted(done)):
+        raise UserInputError("--finished must find all trainings; some are missing")
+    times = time_iterations(quick=arguments.quick)
+    rows = [row for schedule in SCHEDULES for row in rows_of(schedule, iterations, seeds, done, times)]
+    commits = sorted({str(run.commit) for run in done.values()})
+    extra = {"rate": LINK.rate, "nodes": NODES, "accelerator": ACCELERATOR, "runs_made_with": commits}
+    save(NAME, rows, extra={**extra, "timed_at": code_state()}, folder=arguments.output)
+    command.show(f"Transformer at 200 Mbit/s, {NODES} nodes (all emulated)", [_texts(row) for row in rows])
+
+
+if __name__ == "__main__":
+    command.run(main)
