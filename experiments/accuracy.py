@@ -8,9 +8,10 @@ Each workload trains on four ranks, which are simulated exactly in one process (
 warm-up of a tenth of the iterations and a cosine; width 2 has its defaults. A run is named by the arguments of
 ``pipesgd.train``. Rates of synchronous training, of width 2 and of low rank are searched for on seeds of their own,
 until the best of at least three has a worse one on each side, and synchronous training's best is tried, too; int8 and
-int4 take that of their width. Where synchronous seeds spread too far, all rates are halved. Methods are compared with
-synchronous training after the same samples, seed by seed, on the whole test set; where the verdict is open, both sides
-get more seeds, and where a method misses its bound, other ways are tried. 3,000 iterations have the rates of 600.
+int4 take that of their width. Where synchronous seeds spread too far, its rate is halved, and no method has a higher
+one. Methods are compared with synchronous training after the same samples, seed by seed, on the whole test set; where
+the verdict is open, both sides get more seeds, and where a method misses its bound, other ways are tried. 3,000
+iterations have the rates of 600.
 
 The command says first how long all runs take; Ctrl-C ends it, and finished runs are kept in accuracy.runs.json in the
 output folder: the same command makes only those that are missing.
@@ -108,7 +109,7 @@ def _row(cell: Cell, method: str, rates: Rates | None, seeds: Sequence[int], run
     row |= {
         "lr": own[0].lr,
         "lr_is_inside": rates.inside[named(method).rate_of],
-        "lr_halved": rates.lowered,
+        "lr_halved": rates.halved(method),
         "seeds": len(own),
         "diverged": sum(run.diverged_at is not None for run in finished),
         "test_loss_mean": mean_of_all([run.test_loss for run in finished]),

@@ -224,16 +224,23 @@ class Rates:
     """Powers of two that the rates of a cell are."""
 
     best: dict[str, int]
-    """Best power of each method with a search, before it was lowered for all."""
+    """Best power of each method with a search."""
     inside: dict[str, bool]
     """True if the best power is neither the lowest nor the highest that was tried."""
     lowered: int = 0
-    """Number of times that the rates of all methods were halved, since synchronous seeds spread too far."""
+    """Number of times that synchronous training's best rate was halved, since its seeds spread too far: no method then
+    has a higher one."""
 
     def power(self, method: str) -> int | None:
         """Return the power of a method's rate; None if its search is not finished."""
-        found = self.best.get(named(method).rate_of)
-        return None if found is None else found - self.lowered
+        found, most = self.best.get(named(method).rate_of), self.best[SYNCHRONOUS] - self.lowered
+        return found if found is None or not self.lowered else min(found, most)
+
+    def halved(self, method: str) -> int:
+        """Return how many times the best rate of a method, whose search is finished, is that at which it is used."""
+        power = self.power(method)
+        assert power is not None
+        return self.best[named(method).rate_of] - power
 
 
 def searched(cell: Cell, method: str, runs: Runs, also: int | None = None) -> tuple[list[Planned], int | None, bool]:
@@ -264,7 +271,7 @@ def spread(cell: Cell, runs: Sequence[Run]) -> float:
 
 
 def lowered(cell: Cell, best: int, seeds: Sequence[int], runs: Runs) -> tuple[list[Planned], int | None]:
-    """Return the runs that say how often rates must be halved, and how often; None until they are done."""
+    """Return the runs that say how often the best rate must be halved, and how often; None until they are done."""
     every: list[Planned] = []
     for times in range(MOST_LOWERED + 1):
         planned = [cell.run(SYNCHRONOUS, best - times, seed) for seed in seeds]

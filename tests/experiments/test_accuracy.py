@@ -42,6 +42,7 @@ from experiments.accuracy_runs import (
     Planned,
     interval,
     lowered,
+    named,
     plan,
     searched,
 )
@@ -154,6 +155,20 @@ def test_codecs_take_the_rate_of_their_width_and_low_rank_has_its_own() -> None:
     found = rows(lambda one: 2.0 + 0.1 * abs(power_of(one) - best[METHODS[one.method].rate_of]))
     powers = {name: row["lr"] / WORKLOADS[TEXT].lr for name, row in found.items()}
     assert powers == {name: 2.0 ** best[METHODS[name].rate_of] for name in METHODS}
+
+
+def test_no_rate_is_above_the_highest_at_which_synchronous_seeds_stay_together() -> None:
+    """Those of other methods are not lowered below it."""
+
+    def loss_of(one: Planned) -> float:
+        best = {SYNCHRONOUS: 1, LATE: 3, LOW_RANK: -1}[named(one.method).rate_of]
+        spread = 0.08 * one.seed if one.method == SYNCHRONOUS and one.seed in SEEDS and power_of(one) >= 1 else 0.0
+        return 2.0 + 0.1 * abs(power_of(one) - best) + spread
+
+    found = rows(loss_of)
+    lr = WORKLOADS[TEXT].lr
+    assert (found[SYNCHRONOUS]["lr"], found[LATE]["lr"], found[LOW_RANK]["lr"]) == (lr, lr, lr / 2)
+    assert [found[name]["lr_halved"] for name in (SYNCHRONOUS, LATE, LOW_RANK)] == [1, 3, 0]
 
 
 def test_rates_are_halved_for_all_where_synchronous_seeds_spread() -> None:
