@@ -79,7 +79,7 @@ KEEP_RUNS = (
 EXPERIMENTS = (
     Experiment(name="bench_gpu", words="bench_gpu", minutes=8),
     Experiment(name="bench_torchft", words="bench_torchft", minutes=7),
-    Experiment(name="bench_low_rank", words="bench_low_rank", minutes=50),
+    Experiment(name="bench_low_rank", words="bench_low_rank", minutes=130),
     Experiment(name="one_weird_trick", words="one_weird_trick", minutes=40, ranks=4),
     Experiment(name="faults", words="faults", minutes=20),
     Experiment(name="explore_membership", words="explore_membership", minutes=25),

@@ -226,7 +226,7 @@ class Rates:
     best: dict[str, int]
     """Best power of each method with a search."""
     inside: dict[str, bool]
-    """True if the best power is neither the lowest nor the highest that was tried."""
+    """True if the powers next to the best one were tried, too."""
     lowered: int = 0
     """Number of times that synchronous training's best rate was halved, since its seeds spread too far: no method then
     has a higher one."""
@@ -247,7 +247,8 @@ def searched(cell: Cell, method: str, runs: Runs, also: int | None = None) -> tu
     """Return the runs of the search for a method's rate, the best power, and whether it is inside of those tried.
 
     The power is None until the runs are done. Another one is tried next to the best until those on both sides are, and
-    then ``also``, the best of another method: the search could otherwise end at a worse rate that is best nearby.
+    then ``also``, the best of another method, within the most that are tried: the search could otherwise end at a worse
+    rate that is best nearby.
     """
     tried = list(FIRST_TRIED)
     while True:

@@ -3,7 +3,9 @@
     python -m experiments.bench_low_rank                                        5 and 4 nodes at 25 Mbit/s
     python -m experiments.bench_low_rank --settings "mlp, 5 nodes, command"     some of the settings
 
-Every node has an emulated accelerator of 60 ms, which leaves the cores to the network. Most settings time
+Every node has an emulated accelerator of 60 ms, which leaves the cores to the network, and to updates and predictions:
+these are computed, by all nodes on the cores of one machine. "No prediction" leaves out the longer part of it, and with
+two nodes each has a core. Most settings time
 configurations of ``pipesgd.train`` in turns in one job (timed_configurations.py); "attach" times loops in
 DistributedDataParallel in the same way (loops_on_links.py), with ``pipesgd.ddp.attach``. DiLoCo is this project's, as
 in the table of systems (experiments/systems/diloco.toml). The accuracy of all this is a matter of
@@ -51,6 +53,7 @@ CONFIGURATIONS = {
     DDP: "--strategy ddp",
     DDP_FP16: "--strategy ddp --ddp-hook fp16",
     LOW_RANK: "--width 2 --codec powersgd --low-rank 4",
+    f"{LOW_RANK}, no prediction": "--width 2 --codec powersgd --low-rank 4 --prediction none",
     f"{LOW_RANK}, bf16": "--width 2 --codec powersgd --low-rank 4 --factor-codec bf16",
     f"{LOW_RANK}, int8": "--width 2 --codec powersgd --low-rank 4 --factor-codec int8",
     "int4": "--width 2 --codec int4",
@@ -88,6 +91,7 @@ SETTINGS = {
         Setting(workload="mlp", nodes=5, by=ATTACH),
         Setting(workload="mlp", nodes=4),
         Setting(workload="mlp", nodes=4, by=ATTACH),
+        Setting(workload="mlp", nodes=2),
         Setting(workload="convnet", nodes=4),
         Setting(workload="transformer", nodes=4),
         Setting(workload="alexnet", nodes=4),

@@ -9,12 +9,13 @@ second halves are computed on the true weights: no gradient is late.
 
 At equal bytes a batch is twice as large as that of a pipeline, and there are half as many iterations. All else is as in
 experiments.accuracy, with whose finished runs on the same samples this is compared, seed by seed: its width 2 exchanges
-once in an iteration, and has its default synchronous start. Rates are the best of three on seeds of their own.
+once in an iteration, and has its default synchronous start. Rates are searched for as there, separately for each way.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,24 +26,26 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from experiments import accuracy, accuracy_runs, command, simulated_runs
+from experiments import accuracy, command, simulated_runs
 from experiments.accuracy_runs import (
     LATE,
     QUICK_LENGTHS,
-    RATE_SEEDS,
     SEARCHED,
     SEEDS,
     SYNCHRONOUS,
     Cell,
+    Planned,
     Rates,
     Runs,
     interval,
     rates_for,
+    searched,
 )
 from experiments.kept_runs import KeptRuns
 from experiments.results import RESULTS, Row, save
 from experiments.simulated_runs import Run, simulate
 from pipesgd.config import TrainConfig
+from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.optim.clipping import Clipping
@@ -53,8 +56,6 @@ NAME = "halves"
 WORKLOAD, BATCH = "transformer, bytes", "--batch-size 8 "
 WAYS = {"equal bytes": 2, "twice the bytes": 1}
 """Ways to exchange halves, and their batch as a multiple of the pipeline's."""
-STEPS = (-1, 0, 1)
-"""Powers of two times the best rate of synchronous training that are tried."""
 
 
 class Halves:
@@ -124,49 +125,31 @@ def train(
 # ---- Runs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned(accuracy_runs.Planned):
-    """A run to be made, with the arguments of a synchronous one."""
+@dataclass(frozen=True)
+class WayCell(Cell):
+    """A workload at a length of experiments.accuracy, of which halves have the samples."""
 
     way: str
 
-    @property
-    def name(self) -> str:
-        return f"{self.way}, {super().name}"
-
-
-def run_of(way: str, length: int, power: int, seed: int) -> Planned:
-    """Return the run with the samples of ``length`` iterations of experiments.accuracy."""
-    times = WAYS[way]
-    one = Cell(WORKLOAD, length // times).run(SYNCHRONOUS, power, seed)
-    words = one.words.replace(BATCH, f"--batch-size {8 * times} ")
-    return Planned(way=way, **{**vars(one), "words": words})
-
-
-def best_power(way: str, length: int, base: int, runs: Runs) -> int | None:
-    """Return the power of the best rate of those around ``base``; None until it is known."""
-    worth = {}
-    for power in (base + step for step in STEPS):
-        planned = [run_of(way, length, power, seed) for seed in RATE_SEEDS]
-        if any(one.words not in runs for one in planned):
-            return None
-        losses = [runs[one.words].test_loss for one in planned]
-        worth[power] = sum(math.inf if one is None else one for one in losses)
-    return min(worth, key=lambda power: worth[power])
+    def run(self, method: str, power: int, seed: int) -> Planned:
+        times = WAYS[self.way]
+        one = Cell(self.workload, self.iterations // times).run(method, power, seed)
+        return dataclasses.replace(one, words=one.words.replace(BATCH, f"--batch-size {8 * times} "))
 
 
 def plan(bases: Mapping[int, int], seeds: Sequence[int], runs: Runs, *, most: bool = False) -> list[Planned]:
     """Return the runs that can be told from those that are done; with ``most``, also those that cannot, at some rate.
 
-    ``bases`` are the powers of synchronous training's best rates, by length.
+    ``bases`` are the powers of synchronous training's best rates, by length, which are tried, too.
     """
     every = []
     for (length, base), way in itertools.product(bases.items(), WAYS):
-        every += [run_of(way, length, base + step, seed) for step in STEPS for seed in RATE_SEEDS]
-        power = best_power(way, length, base, runs)
+        cell = WayCell(WORKLOAD, length, way)
+        planned, power, _ = searched(cell, SYNCHRONOUS, runs, also=base)
+        every += planned
         if power is not None or most:
-            every += [run_of(way, length, base if power is None else power, seed) for seed in seeds]
-    return every
+            every += [cell.run(SYNCHRONOUS, base if power is None else power, seed) for seed in seeds]
+    return list(dict.fromkeys(every))
 
 
 def compared(length: int, rates: Rates, seeds: Sequence[int], known: Runs) -> dict[str, list[Run]]:
@@ -179,13 +162,14 @@ def compared(length: int, rates: Rates, seeds: Sequence[int], known: Runs) -> di
     return found
 
 
-def row_of(way: str, length: int, base: int, seeds: Sequence[int], runs: Runs, others: Mapping[str, list[Run]]) -> Row:
+def row_of(cell: WayCell, base: int, seeds: Sequence[int], runs: Runs, others: Mapping[str, list[Run]]) -> Row:
     """Return the row of a way at a length; with percents of the loss, paired by seed, above those of ``others``."""
-    power = best_power(way, length, base, runs)
+    _, power, inside = searched(cell, SYNCHRONOUS, runs, also=base)
     assert power is not None, "all runs are finished"
-    planned = [run_of(way, length, power, seed) for seed in seeds]
+    planned = [cell.run(SYNCHRONOUS, power, seed) for seed in seeds]
     losses = [_loss(runs[one.words]) for one in planned]
-    row: Row = {"iterations": length, "way": way, "lr": planned[0].lr, "seeds": len(seeds)}
+    row: Row = {"iterations": cell.iterations, "way": cell.way, "lr": planned[0].lr, "lr_is_inside": inside}
+    row["seeds"] = len(seeds)
     row["test_loss_mean"] = sum(losses) / len(losses)
     for name, of_other in others.items():
         costs = [100 * (one / _loss(other) - 1) for one, other in zip(losses, of_other, strict=True)]
@@ -198,7 +182,9 @@ def _loss(run: Run) -> float:
 
 
 def _texts(row: Row) -> dict[str, str]:
-    told = {name: str(row[name]) for name in ("iterations", "way", "lr")} | {"loss": f"{row['test_loss_mean']:.4f}"}
+    told = {name: str(row[name]) for name in ("iterations", "way", "lr", "lr_is_inside")} | {
+        "loss": f"{row['test_loss_mean']:.4f}"
+    }
     for name in ("synchronous", "width_2"):
         if f"above_{name}" in row:
             mean, low, high = (row[f"above_{name}{end}"] for end in ("", "_low", "_high"))
@@ -212,25 +198,32 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     simulated_runs.add_options(options, seeds=len(SEEDS), quick_seeds=2)
     arguments = ranks.raise_together("options", lambda: command.parse(options, words))
     command.check_alone(NAME, ranks.by_torchrun, "it simulates the ranks")
-    seeds = SEEDS[: simulated_runs.seeds_of(arguments, seeds=len(SEEDS), quick_seeds=2)]
+    number = simulated_runs.seeds_of(arguments, seeds=len(SEEDS), quick_seeds=2)
+    if not 2 <= number <= len(SEEDS):
+        raise UserInputError(f"--seeds must be from 2 to {len(SEEDS)}; got {number}")
+    seeds = SEEDS[:number]
     others: dict[int, dict[str, list[Run]]] = {length: {} for length in QUICK_LENGTHS}
     bases = dict.fromkeys(QUICK_LENGTHS, 0)
     if not arguments.quick:
         known = KeptRuns(RESULTS / f"{accuracy.NAME}.runs.json", Run).load()
         rates = {length: rates_for(Cell(WORKLOAD, length), SEEDS, known)[1] for length in SEARCHED}
         others = {length: compared(length, one, seeds, known) for length, one in rates.items() if one is not None}
-        bases = {length: one.best[SYNCHRONOUS] - one.lowered for length, one in rates.items() if one is not None}
+        bases = {length: one.best[SYNCHRONOUS] for length, one in rates.items() if one is not None}
     wanted = partial(plan, bases, seeds)
     done = simulated_runs.finished_runs(
         wanted, arguments, NAME, console, expected=partial(wanted, most=True), simulate=partial(simulate, train=train)
     )
-    rows = [
-        row_of(way, length, base, seeds, done, others[length])
-        for length, base in bases.items()
-        for way in WAYS
-        if best_power(way, length, base, done) is not None
-    ]
-    save(NAME, rows, extra={"workload": WORKLOAD, "simulated": True}, folder=arguments.output)
+    if any(one.words not in done for one in wanted(done)):
+        raise UserInputError("--finished must find all runs; some are missing")
+    cells = [WayCell(WORKLOAD, length, way) for length in bases for way in WAYS]
+    rows = [row_of(cell, bases[cell.iterations], seeds, done, others[cell.iterations]) for cell in cells]
+    both = [*done.values(), *(one for of_length in others.values() for own in of_length.values() for one in own)]
+    versions = sorted({run.versions for run in both})
+    if len(versions) > 1:
+        raise UserInputError(f"runs must be of one version of torch and of Python's text; got {', '.join(versions)}")
+    commits = sorted({str(run.commit) for run in both})
+    extra = {"workload": WORKLOAD, "simulated": True, "runs_made_with": commits, "versions_of_runs": versions}
+    save(NAME, rows, extra=extra, folder=arguments.output)
     command.show(f"Halves, {WORKLOAD}: percents of the loss, paired by seed", [_texts(row) for row in rows])
 
 

@@ -2,11 +2,13 @@
 
     python -m experiments.time_to_target
 
-Iterations to the target are those of simulated ranks, which are real ones bit for bit (experiments/simulation.py). A
-target is one point below the mean accuracy that DDP with fp16 ends with, and counts as reached if every seed crosses it
-and ends no lower. Rates are the best of three on a seed of their own, separately for each schedule, of DDP and of width
-2. Iterations are timed on four nodes, in turns in one job, with an accelerator of 75 ms on each, which is emulated, as
-the link is; those of the synchronous start are timed apart. The time to the target is calculated from both.
+Iterations to the target are those of simulated ranks (experiments/simulation.py), a median over seeds; in place of DDP
+they sum synchronously with fp16 in every hop of a ring, and bucketed contenders have the trainings of those without. A
+target is one point below the mean accuracy that the reference ends with, and counts as reached if every seed crosses it
+and ends no lower. Rates are the best of three on a seed of their own, separately for each schedule, of the reference
+and of width 2. Iterations are timed on four nodes, in turns in one job, with an accelerator of 75 ms on each, which is
+emulated, as the link is; those of the synchronous start are timed apart. The time to the target is calculated from
+both. Its intervals are of the times of iterations alone.
 
 Finished trainings are kept in time_to_target.runs.json in the output folder; iterations are timed each time.
 """
@@ -202,6 +204,7 @@ def rows_of(schedule: str, iterations: int, seeds: int, runs: Runs, times: Mappi
                 "schedule": schedule,
                 "method": name,
                 "lr": lr,
+                "lr_is_inside": min(RATES) < lr < max(RATES),
                 **found,
                 "start_iterations": start,
                 "iteration_s": median(times[method.timed]),

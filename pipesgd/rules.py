@@ -108,6 +108,8 @@ GRADIENTS: tuple[Rule, ...] = (
     (lambda o: o.reduce != "matrix",
      "reduce must be left out with {o.asked}, since a movement is that of a whole window, and no gradient; "
      "got {o.reduce!r}"),
+    (lambda o: o.dense_start,
+     "dense-start must be left out with {o.asked}, since it counts gradients, not windows; got {o.dense_start}"),
 )  # fmt: skip
 """Options about gradients, where ``asked`` names the option that asks for windows instead."""
 

@@ -44,6 +44,7 @@ from pipesgd.codecs.options import BUCKET_CODECS, CODECS, CodecOptions, codec_na
 from pipesgd.ddp import AttachedPipeline, attach, compress
 from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.ranks import Ranks
+from pipesgd.reducers.powersgd import PowerSgd
 from pipesgd.replicas import weights_sha256
 from pipesgd.sections import Updates, Windows, Wire
 
@@ -1194,6 +1195,22 @@ def test_a_compressed_program_stays_close_to_ddp(codec: str, tolerance: float, d
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0.0)
         assert codec == "fp32" or not same(expected, found)
+
+
+def _loads_the_state_of_another_codec(ranks: Ranks) -> str:
+    ddp_model = DistributedDataParallel(nn.Linear(20, 10))
+    with compress(ddp_model, PowerSgd()) as state:
+        kept = state.state_dict()
+    other = DistributedDataParallel(nn.Linear(20, 10))
+    with compress(other, PowerSgd(dense_start=9)) as state:
+        return refusal(lambda: state.load_state_dict(kept))
+
+
+def test_the_state_of_another_codec_is_refused_by_compress() -> None:
+    """Residuals of factors would be in place of those of whole gradients."""
+    expected = "codec must be powersgd of rank 4, as in the state that is loaded; got powersgd of rank 4 after 9 whole"
+    for said in run_ranks(2, _loads_the_state_of_another_codec):
+        assert said == f"{expected} gradients"
 
 
 def _one_closes_early(ranks: Ranks) -> str:

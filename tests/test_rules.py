@@ -153,6 +153,10 @@ OF_THE_COMMAND = [
         "--fragments 2 --width auto",
         "fragments must be 1 with --width auto, which is chosen for an exchange of all weights; got 2",
     ),
+    (
+        "--codec powersgd --dense-start 9 --local-steps 4",
+        "dense-start must be left out with --local-steps, since it counts gradients, not windows; got 9",
+    ),
     ("--outer nesterov --guard", "guard must be left out with --outer, since it judges averaged gradients; got True"),
     ("--width 1 --guard", "guard must be left out with --width 1, at which no gradient is late; got True"),
     (

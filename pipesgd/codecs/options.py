@@ -109,6 +109,7 @@ class CodecOptions:
             "remembers": self.remembers,
             "error_feedback": getattr(self, "error_feedback", None),
             "factors": getattr(self, "factors", "fp32"),
+            "dense_start": getattr(self, "dense_start", 0),
             "own_momentum": self.own_momentum,
         }
 

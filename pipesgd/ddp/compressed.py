@@ -113,6 +113,7 @@ class CompressedBuckets:
         check_same_settings(ranks, {**settings_of(wire), "seed": seed, **plain(options.settings())}, {})
         if options.multiplies:
             check_same_products(ranks, self._parameters[0].device, f"with codec {options.codec}")
+        self._codec = options.describe()
         self._proof: Proof | None = None
         self.flight: Flight[None] = Flight(
             ranks,
@@ -168,7 +169,7 @@ class CompressedBuckets:
         return {
             "iteration": self.iteration,
             "rank": self.flight.ranks.rank,
-            "world_size": self.flight.ranks.world_size,
+            **self._exchange(),
             "strides": [memory_layout(parameter) for parameter in self._parameters],
             "kept": [kept.get(place, []) for place in range(len(self._parameters))],
             "carried": {place: value.clone() for place, value in self._carried.items()},
@@ -178,16 +179,22 @@ class CompressedBuckets:
         """Continue from a ``state_dict`` of this rank, with the same model.
 
         Raises:
-            UserInputError: the number of ranks was another one, or parameters were in another memory order.
+            UserInputError: the number of ranks or the codec was another one, or parameters were in another memory
+                order.
         """
-        if (before := state["world_size"]) != (now := self.flight.ranks.world_size):
-            raise UserInputError(f"world_size must be {before}, as in the state that is loaded; got {now}")
+        for name, now in self._exchange().items():
+            if (before := state[name]) != now:
+                raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {now}")
         check_layouts(state["strides"], self._parameters)
         self.flight.wait_until_summed()
         self.iteration = state["iteration"]
         self._forget_from(0)
         self._waiting = dict(enumerate(on_device(state["kept"], self.flight.device)))
         self._carried = on_device(dict(state["carried"]), self.flight.device)
+
+    def _exchange(self) -> dict[str, Any]:
+        """Return what must be as in a state that is loaded."""
+        return {"world_size": self.flight.ranks.world_size, "codec": self._codec}
 
     def load_members(self, states: Sequence[dict[str, Any]]) -> None:
         """Continue from the ``states`` of another number of ranks, with the same model.

@@ -112,7 +112,7 @@ def heard(planned: Planned, paces: Sequence[Pace]) -> Planned:
     best = best_of(planned.candidates, paces)
     low, high = paces[best].interval
     start = 0 if planned.candidates[best]["width"] == 1 else planned.start
-    first = max(start, planned.dense)
+    job_seconds = paces[best].mean * (planned.iterations - start) + planned.start_seconds * start
     return dataclasses.replace(
         planned,
         choices=planned.candidates[best],
@@ -121,7 +121,7 @@ def heard(planned: Planned, paces: Sequence[Pace]) -> Planned:
         low=low,
         high=high,
         median_share=paces[best].median / paces[best].mean,
-        job_seconds=paces[best].mean * (planned.iterations - first) + planned.start_seconds * first,
+        job_seconds=job_seconds + planned.dense_seconds,
         start=start,
         support=MEASURED,
         reasons=[],

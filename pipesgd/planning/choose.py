@@ -148,8 +148,9 @@ def decide(
         reasons += unmodelled
     chosen = config.with_choices(decided.choices)
     start, dense = start_iterations(chosen, iterations), min(chosen.compression.dense_start or 0, iterations)
-    start_seconds = _start_seconds(answer.job, start, dense)
-    total = start_seconds + (iterations - max(start, dense)) * answer.total / iterations
+    each = answer.total / iterations
+    start_seconds, dense_seconds = _start_seconds(answer.job, each, start, dense)
+    total = start * start_seconds + (iterations - start) * each + dense_seconds
     return Planned(
         asked=list(config.planning.auto),
         choices=decided.choices,
@@ -164,7 +165,8 @@ def decide(
         iterations=iterations,
         start=start,
         dense=dense,
-        start_seconds=start_seconds / max(1, start, dense),
+        start_seconds=start_seconds,
+        dense_seconds=dense_seconds,
         median_share=median_share(answer.job),
         window=config.windows.local_steps * decided.choices["fragments"],
         candidates=[choices_in(job) for job in decided.candidates],
@@ -172,19 +174,24 @@ def decide(
     )
 
 
-def _start_seconds(job: Job, start: int, dense: int) -> float:
-    """Return the seconds of the first iterations, of which ``start`` are synchronous, and ``dense`` sent whole.
+def _start_seconds(job: Job, each: float, start: int, dense: int) -> tuple[float, float]:
+    """Return the seconds of an iteration that is synchronous, and how much longer ``dense`` whole gradients take.
 
-    Whole gradients are taken to be fp32: with a codec they take less, but that may not be measured.
+    The first ``start`` iterations are synchronous, and a later one takes ``each`` seconds. Both are 0 where there are
+    none. Whole gradients are taken to be fp32: with a codec they take less, but that may not be measured.
     """
+
+    def seconds(**changes: Any) -> float:
+        return predict(job.changed(**changes), extrapolate=True).iteration.total
+
     synchronous, whole = {"width": 1, "local_steps": 1}, {"codec": UNCOMPRESSED}
-    both = min(start, dense)
-    kinds = ((both, synchronous | whole), (start - both, synchronous), (dense - both, whole))
-    return sum(
-        number * predict(job.changed(**changes), extrapolate=True).iteration.total
-        for number, changes in kinds
-        if number
-    )
+    both, dense_seconds = min(start, dense), 0.0
+    start_seconds = seconds(**synchronous) if start else 0.0
+    if both:
+        dense_seconds += both * (seconds(**synchronous, **whole) - start_seconds)
+    if dense > both:
+        dense_seconds += (dense - both) * (seconds(**whole) - each)
+    return start_seconds, dense_seconds
 
 
 def search(base: Job, config: TrainConfig) -> Decided:
@@ -320,7 +327,8 @@ def unmeasured(config: TrainConfig) -> list[str]:
     found = []
     if config.wire.connections > 1:
         found.append(f"{config.wire.connections} connections; measured: 1")
-    if config.compression != CompressionConfig(codec=config.compression.codec):
+    always = dataclasses.replace(config.compression, dense_start=None)  # after the start
+    if always != CompressionConfig(codec=config.compression.codec):
         found.append(f"{config.compression.codec} with options of its own; measured: as it is by default")
     return found
 

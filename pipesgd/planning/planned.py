@@ -48,7 +48,9 @@ class Planned:
     dense: int = 0
     """First iterations whose gradients are sent whole, where those of later ones are factors of low rank."""
     start_seconds: float = 0.0
-    """Predicted seconds of one of the iterations before ``settled``, their mean."""
+    """Predicted seconds of a synchronous one; 0 if there is none."""
+    dense_seconds: float = 0.0
+    """Predicted seconds that whole gradients take longer than factors, in all."""
     window: int = 1
     """Iterations whose mean is compared with the prediction: those of a window of local steps, or, with fragments, of
     the windows in which each has a turn."""

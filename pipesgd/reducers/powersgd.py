@@ -231,7 +231,8 @@ class PowerSgdReducer:
         for flat, residual in zip(flats, residuals, strict=True):
             real = as_real(flat)
             values = real.to(torch.float32).add_(residual)
-            self._all_reduce(values, None if self._exact else residual.zero_())
+            residual.zero_()
+            self._all_reduce(values, None if self._exact else residual)
             if values is not real:
                 real.copy_(values)
 
@@ -276,10 +277,10 @@ class PowerSgdReducer:
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         if iteration < self._dense_start:
-            numels = [real_numel(flat) for flat in buffer.flats]
-        else:
-            numels = list(map(sum, zip(*map(self._sizes, buffer.views), strict=True)))
-        parts = [torch.empty(numel, dtype=torch.float32, device=buffer.flats[0].device) for numel in numels]
+            return sum(self._all_reduce.wire_bytes(as_real(flat).to(torch.float32)) for flat in buffer.flats)
+        sizes = zip(*map(self._sizes, buffer.views), strict=True)
+        device = buffer.flats[0].device
+        parts = [torch.empty(sum(numels), dtype=torch.float32, device=device) for numels in sizes]
         return sum(map(self._all_reduce.wire_bytes, parts))
 
     def state(self, buffer: FlatBuffer) -> list[Tensor]:

@@ -158,7 +158,7 @@ def test_codecs_take_the_rate_of_their_width_and_low_rank_has_its_own() -> None:
 
 
 def test_no_rate_is_above_the_highest_at_which_synchronous_seeds_stay_together() -> None:
-    """Those of other methods are not lowered below it."""
+    """Other methods whose best is below it keep theirs."""
 
     def loss_of(one: Planned) -> float:
         best = {SYNCHRONOUS: 1, LATE: 3, LOW_RANK: -1}[named(one.method).rate_of]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experiments.accuracy_runs import RATE_SEEDS, SEARCHED, SEEDS, Cell
-from experiments.halves import STEPS, WAYS, WORKLOAD, Halves, Planned, best_power, plan, row_of, run_of
+from experiments.accuracy_runs import FIRST_TRIED, RATE_SEEDS, SEARCHED, SEEDS, SYNCHRONOUS, Cell, Planned
+from experiments.halves import WAYS, WORKLOAD, Halves, WayCell, plan, row_of
 from experiments.simulated_runs import Run, loss_of
 from pipesgd.cli import parse as parse_training
 from pipesgd.optim.clipping import Clipping
@@ -59,7 +59,7 @@ def test_ways_have_the_samples_of_the_pipeline_and_at_equal_bytes_its_number_of_
     pipeline = parse_training(shlex.split(Cell(WORKLOAD, length).run("width 2", 0, 3).words))
     exchanges = {}
     for way in WAYS:
-        config = parse_training(shlex.split(run_of(way, length, 0, 3).words))
+        config = parse_training(shlex.split(WayCell(WORKLOAD, length, way).run(SYNCHRONOUS, 0, 3).words))
         assert config.optimization.iterations is not None
         assert config.optimization.iterations * config.data.batch_size == length * pipeline.data.batch_size
         assert config.optimization.lr_warmup == config.optimization.iterations // 10
@@ -71,16 +71,19 @@ def test_a_row_compares_seeds_at_the_best_rate() -> None:
     def ran(loss: float) -> Run:
         return Run(commit="c", seconds=1.0, diverged_at=None, test_loss=loss, test_accuracy=0.5)
 
+    cell = WayCell(WORKLOAD, 200, "equal bytes")
+    best = cell.run(SYNCHRONOUS, 1, 0).lr
+
     def loss_at(one: Planned) -> float:
-        return 2.0 + (0.1 if one.lr != run_of(one.way, 200, 1, 0).lr else 0.0) + 0.01 * one.seed
+        return 2.0 + 0.1 * abs(one.lr / best - 1) + 0.01 * one.seed
 
     runs: dict[str, Run] = {}
-    while left := [one for one in plan({200: 0}, SEEDS, runs) if one.words not in runs]:
-        assert best_power("equal bytes", 200, 0, runs) in (None, 1)
+    while left := [one for one in plan({200: -3}, SEEDS, runs) if one.words not in runs]:
         runs |= {one.words: ran(loss_at(one)) for one in left}
-    assert len(runs) == len(WAYS) * (len(STEPS) * len(RATE_SEEDS) + len(SEEDS))
+    tried = len({*FIRST_TRIED, 2, -3})
+    assert len(runs) == len(WAYS) * (tried * len(RATE_SEEDS) + len(SEEDS))
     others = {"width_2": [ran((2.0 + 0.01 * seed) / 1.02) for seed in SEEDS]}
-    row = row_of("equal bytes", 200, 0, SEEDS, runs, others)
-    assert row["lr"] == 2 * run_of("equal bytes", 200, 0, 0).lr
+    row = row_of(cell, -3, SEEDS, runs, others)
+    assert (row["lr"], row["lr_is_inside"]) == (best, True)
     assert row["above_width_2"] == pytest.approx(2.0)
     assert row["above_width_2_low"] == pytest.approx(2.0)

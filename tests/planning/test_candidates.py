@@ -88,6 +88,18 @@ def test_a_plan_hears_of_the_winner_and_survives_json() -> None:
     assert Planned.from_json(json.loads(json.dumps(found.as_json()))).as_json() == found.as_json()
 
 
+def test_a_winner_at_width_1_has_no_synchronous_start_but_whole_gradients() -> None:
+    planned = choose(cluster())
+    planned = dataclasses.replace(
+        planned, candidates=[ONE, TWO], predicted=[0.2, 0.1], start=10, start_seconds=0.5, dense=20, dense_seconds=3.0
+    )
+    late, synchronous = (heard(planned, [Pace(one, one, 0.0, 20), Pace(0.2, 0.2, 0.0, 20)]) for one in (0.3, 0.1))
+    assert (late.choices, late.start, late.settled) == (TWO, 10, 20)
+    assert late.job_seconds == pytest.approx(0.2 * 90 + 0.5 * 10 + 3.0)
+    assert (synchronous.choices, synchronous.start, synchronous.settled) == (ONE, 0, 20)
+    assert synchronous.job_seconds == pytest.approx(0.1 * 100 + 3.0)
+
+
 def test_what_was_measured_in_buckets_is_remembered_as_that(tmp_path: Path) -> None:
     profile, path = cluster(), tmp_path / "cluster.toml"
     candidates = [ONE | {"buckets": buckets} for buckets in ("1", "01", "2", "1MiB")]

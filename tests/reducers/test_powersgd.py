@@ -198,6 +198,13 @@ def test_the_first_gradients_are_whole_and_factors_begin_after_them(dtype: torch
             torch.equal(total, total_of(gradients[step : step + 1], index)) for index, total in enumerate(of_iteration)
         ]
         assert all(exact) == (step < 3)
+    kept = [dict(state, residuals=[torch.ones_like(one) for one in state["residuals"]]) for state in states]
+    (first, second), after = exchanged(gradients[:2], 2, kept, dense_start=3)
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        left_out = 3 * torch.view_as_complex(torch.ones(2)) if dtype.is_complex else 3
+        assert torch.equal(one, total_of(gradients[:1], index) + left_out), "the first sum has it, once"
+        assert torch.equal(other, total_of(gradients[1:2], index))
+    assert not any(state["residuals"][0].any() for state in after)
     as_from_the_start, alone = exchanged(gradients[3:], 2)
     for ours, theirs in zip(sums[3:], as_from_the_start, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
@@ -265,14 +272,15 @@ def test_a_column_that_was_zero_finds_a_direction_again() -> None:
     assert torch.linalg.matrix_rank(sums[-1][0]) == 2
 
 
+@pytest.mark.parametrize("dense_start", [0, 2])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 3e38])
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
-def test_what_is_not_finite_arrives_and_does_not_stay(bad: float, index: int) -> None:
+def test_what_is_not_finite_arrives_and_does_not_stay(bad: float, index: int, dense_start: int) -> None:
     """The value 3e38 is finite on each of two ranks, but their sum is not."""
     gradients = noise(3, 3)
     for rank in (0, 2):
         gradients[1][rank][index].view(-1)[-1] = bad
-    sums, states = exchanged(gradients, 2)
+    sums, states = exchanged(gradients, 2, dense_start=dense_start)
     assert [bool(of_iteration[index].isfinite().all()) for of_iteration in sums] == [True, False, True]
     for other in set(range(len(SHAPES))) - {index}:
         assert all(of_iteration[other].isfinite().all() for of_iteration in sums), "the others are not concerned"
