@@ -5,11 +5,10 @@
 
 Every node has an emulated accelerator of 60 ms, which leaves the cores to the network, and to updates and predictions:
 these are computed, by all nodes on the cores of one machine. "No prediction" leaves out the longer part of it, and with
-two nodes each has a core. Most settings time
-configurations of ``pipesgd.train`` in turns in one job (timed_configurations.py); "attach" times loops in
-DistributedDataParallel in the same way (loops_on_links.py), with ``pipesgd.ddp.attach``. DiLoCo is this project's, as
-in the table of systems (experiments/systems/diloco.toml). The accuracy of all this is a matter of
-experiments.accuracy and experiments.systems.
+two nodes each has a core. Most settings time configurations of ``pipesgd.train`` in turns in one job
+(timed_configurations.py); "attach" times loops in DistributedDataParallel in the same way (loops_on_links.py), with
+``pipesgd.ddp.attach``. DiLoCo is this project's, as in the table of systems (experiments/systems/diloco.toml). The
+accuracy of all this is a matter of experiments.accuracy and experiments.systems.
 
 Finished settings are kept in bench_low_rank.runs.json in the output folder: the same command makes only those that are
 missing.
