@@ -5,16 +5,18 @@
 Iterations to the target are those of simulated ranks (experiments/simulation.py), a median over seeds; in place of DDP
 they sum synchronously with fp16 in every hop of a ring, and bucketed contenders have the trainings of those without. A
 target is one point below the mean accuracy that the reference ends with, and counts as reached if every seed crosses it
-and ends no lower. Rates are the best of three on a seed of their own, separately for each schedule, of the reference
-and of width 2. Iterations are timed on four nodes, in turns in one job, with an accelerator of 75 ms on each, which is
-emulated, as the link is; those of the synchronous start are timed apart. The time to the target is calculated from
-both. Its intervals are of the times of iterations alone.
+and ends no lower. Rates are the best of four on a seed of their own, separately for each schedule, of the reference
+and of width 2; where the reference's seeds spread, a lower one that all have at most. Iterations are timed on four
+nodes, in turns in one job, with an accelerator of 75 ms on each, which is emulated, as the link is; those of the
+synchronous start are timed apart. The time to the target is calculated from both. Its intervals are of the times of
+iterations alone.
 
 Finished trainings are kept in time_to_target.runs.json in the output folder; iterations are timed each time.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -41,7 +43,9 @@ from pipesgd.strategies import start_iterations
 NAME = "time_to_target"
 LINK, NODES = Link(rate=200e6), 4
 ITERATIONS, EVALUATIONS = 600, 6
-RATES, RATE_SEED = (0.002, 0.004, 0.008), 100
+RATES, RATE_SEED, STEADY = (0.002, 0.004, 0.008, 0.016), 100, 0.03
+"""Rates that are tried, the seed that is for that alone, and the share of their mean by which accuracies of the
+reference may spread at its rate."""
 WORDS = WORKLOADS["transformer"].words.partition(" --schedule")[0]
 RECIPE = "--batch-size 8 --optimizer adamw --betas 0.9 0.95 --weight-decay 0.1 --clip-norm 1"
 """AdamW as language models are trained with it."""
@@ -120,13 +124,34 @@ def best_rate(schedule: str, method: str, iterations: int, runs: Runs) -> float 
     return max(worth, key=lambda lr: worth[lr])
 
 
+def steady(schedule: str, iterations: int, seeds: int, runs: Runs) -> tuple[list[Planned], float | None]:
+    """Return the trainings that say which rate all methods have at most, and that; None until it is known."""
+    best = best_rate(schedule, REFERENCE, iterations, runs)
+    every: list[Planned] = []
+    for lr in sorted((one for one in RATES if best is not None and one <= best), reverse=True):
+        planned = [training(schedule, REFERENCE, lr, seed, iterations) for seed in range(seeds)]
+        every += planned
+        if any(one.words not in runs for one in planned):
+            return every, None
+        ends = [runs[one.words].test_accuracy or 0.0 for one in planned]
+        if max(ends) - min(ends) <= STEADY * sum(ends) / len(ends) or lr == RATES[0]:
+            return every, math.inf if lr == best else lr
+    return every, None
+
+
+def rate_of(schedule: str, method: str, iterations: int, seeds: int, runs: Runs) -> float | None:
+    """Return the rate of a method; None until it is known."""
+    best, (_, most) = best_rate(schedule, method, iterations, runs), steady(schedule, iterations, seeds, runs)
+    return None if best is None or most is None else min(best, most)
+
+
 def plan(iterations: int, seeds: int, runs: Runs, *, most: bool = False) -> list[Planned]:
     """Return the trainings that can be told from those that are done; with ``most``, at any rate where it cannot be."""
     every = []
     for schedule in SCHEDULES:
         for method in METHODS:
-            every += search(schedule, method, iterations)
-            lr = best_rate(schedule, method, iterations, runs)
+            every += search(schedule, method, iterations) + steady(schedule, iterations, seeds, runs)[0]
+            lr = rate_of(schedule, method, iterations, seeds, runs)
             if lr is not None or most:
                 every += [training(schedule, method, lr or RATES[0], seed, iterations) for seed in range(seeds)]
     return list(dict.fromkeys({one.words: one for one in every}.values()))
@@ -174,7 +199,7 @@ def time_iterations(*, quick: bool) -> dict[str, list[float]]:
 
 def rows_of(schedule: str, iterations: int, seeds: int, runs: Runs, times: Mapping[str, Sequence[float]]) -> list[Row]:
     """Return a row for every method with a schedule."""
-    rates = {name: best_rate(schedule, name, iterations, runs) for name in METHODS}
+    rates = {name: rate_of(schedule, name, iterations, seeds, runs) for name in METHODS}
     of_methods = {
         name: curves(schedule, name, lr, iterations, seeds, runs) for name, lr in rates.items() if lr is not None
     }
@@ -205,6 +230,7 @@ def rows_of(schedule: str, iterations: int, seeds: int, runs: Runs, times: Mappi
                 "method": name,
                 "lr": lr,
                 "lr_is_inside": min(RATES) < lr < max(RATES),
+                "lr_lowered": lr != best_rate(schedule, name, iterations, runs),
                 **found,
                 "start_iterations": start,
                 "iteration_s": median(times[method.timed]),

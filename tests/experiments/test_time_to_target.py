@@ -49,6 +49,16 @@ def test_every_training_is_one_that_simulated_ranks_follow_and_a_rate_is_chosen_
     assert f"--lr {RATES[1]:g} " in next(one for one in plan(600, 3, finished({})) if one.seed == 0).words
 
 
+def test_no_rate_is_above_the_highest_at_which_seeds_of_the_reference_stay_together() -> None:
+    runs: dict[str, Run] = {}
+    while left := [one for one in plan(600, 3, runs) if one.words not in runs]:
+        for one in left:
+            apart = 0.1 if one.method == REFERENCE and one.seed == 1 and f"--lr {RATES[1]:g} " in one.words else 0.0
+            runs[one.words] = ran(one, 400.0, ENDS - apart - (0.0 if f"--lr {RATES[1]:g} " in one.words else 0.01))
+    found = rows_of(COSINE, 600, 3, runs, times(0.15))
+    assert {(row["lr"], row["lr_is_inside"], row["lr_lowered"]) for row in found} == {(RATES[0], False, True)}
+
+
 def test_iterations_of_the_start_take_their_own_time() -> None:
     """They are 50 of 400, in a rise to 0.85 of the rate in 60; one takes 150 ms, a later one 50, and of DDP 100."""
     found = {row["method"]: row for row in rows_of(COSINE, 600, 3, finished({"int8": 400.0}), times(0.15))}
