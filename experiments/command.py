@@ -146,12 +146,11 @@ def torchrun(world_size: int, *words: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def progress(
-    console: Console, label: str, total: float, *, show: bool = True
-) -> Iterator[Callable[[float, str], None]]:
+def progress(console: Console, label: str, total: float, *, show: bool = True) -> Iterator[Callable[..., None]]:
     """Show how much of ``total`` is done and the time left: a bar on a terminal, else a line now and then.
 
-    Yields a function to be called as ``advance(amount, what_is_being_done)``.
+    Yields a function to be called as ``advance(amount, what_is_being_done)``, with ``left=`` where the amount that is
+    left is not what it was before, less what was done.
     """
     begin = time.perf_counter()
     spoke, done = begin, 0.0
@@ -161,17 +160,18 @@ def progress(
     )
     task = bar.add_task(label, total=total, what="")
 
-    def advance(amount: float, what: str) -> None:
-        nonlocal done, spoke
+    def advance(amount: float, what: str, *, left: float | None = None) -> None:
+        nonlocal done, spoke, total
         now = time.perf_counter()
         done += amount
+        total = total if left is None else done + left
         if not show or now - spoke < (BAR_SECONDS if console.is_terminal else LINE_SECONDS):
             return
         spoke = now
-        left = timedelta(seconds=round((now - begin) / done * max(total - done, 0.0)))
-        bar.update(task, completed=done, what=f"{what}, {left} left", refresh=True)
+        time_left = timedelta(seconds=round((now - begin) / done * max(total - done, 0.0)))
+        bar.update(task, completed=done, total=total, what=f"{what}, {time_left} left", refresh=True)
         if not console.is_terminal:
-            say(console, f"{label}: {what}, {done / total:.0%} done, {left} left")
+            say(console, f"{label}: {what}, {done / total:.0%} done, {time_left} left")
 
     with bar:
         yield advance

@@ -334,8 +334,8 @@ def make_runs(
                     one = in_work.pop(future)
                     came_to = _take(future, one, kept, done, refused)
                     remaining = left()
-                    before, work = work, sum(one.work for one in remaining)
-                    advance(before - work, f"{one.name}: {came_to}; {len(remaining)} runs left")
+                    work = sum(other.work for other in remaining)  # may be more than before: runs depend on others
+                    advance(one.work, f"{one.name}: {came_to}; {len(remaining)} runs left", left=work)
         finally:
             pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for runs that have not begun
     if refused:

@@ -111,6 +111,18 @@ def test_progress_in_a_log_is_a_line_now_and_then(
     assert capsys.readouterr().out == "ring: 1 MiB, 50% done, 0:00:20 left\n"
 
 
+def test_progress_does_not_go_back_where_more_work_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once divided by the work done less the work found, and said that a day less than nothing was left."""
+    clock = iter([0.0, 20.0, 60.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    with command.progress(Console(), "runs", 4.0) as advance:
+        advance(1.0, "a", left=5.0)
+        advance(2.0, "b", left=3.0)
+    assert capsys.readouterr().out == "runs: a, 17% done, 0:01:40 left\nruns: b, 50% done, 0:01:00 left\n"
+
+
 def test_a_table_in_a_file_is_as_wide_as_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     row = "r" * command.LOG_WIDTH
     command.show("Long names", [{"row": row, "figure": "0.123456789"}])
