@@ -11,7 +11,8 @@ nodes, in turns in one job, with an accelerator of 75 ms on each, which is emula
 synchronous start are timed apart. The time to the target is calculated from both. Its intervals are of the times of
 iterations alone.
 
-Finished trainings are kept in time_to_target.runs.json in the output folder; iterations are timed each time.
+Finished trainings, and the times of iterations, are kept in time_to_target.runs.json and time_to_target.times.runs.json
+in the output folder: the same command makes only what is missing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import command, simulated_runs
+from experiments.kept_runs import KeptRuns
 from experiments.paired import median, paired_ratio, ratio_columns
 from experiments.results import Row, code_state, save
 from experiments.simulated_runs import QUICK_ITERATIONS, Run
@@ -74,6 +76,12 @@ def _late(codec: str, buckets: int = 1) -> Method:
     )
 
 
+def _in_time(codec: str, buckets: int) -> Method:
+    words = f"--width 1 --codec {codec}"
+    timed = f"{words} --buckets {buckets}"
+    return Method(trained=words, timed=timed, start=timed, rate_of=REFERENCE)
+
+
 _DDP = "--strategy ddp --ddp-hook fp16"
 METHODS = {
     REFERENCE: Method(trained="--width 1 --codec fp16", timed=_DDP, start=_DDP, rate_of=REFERENCE),
@@ -81,10 +89,21 @@ METHODS = {
     "int8, 4 buckets": _late("int8", 4),
     "int4": _late("int4"),
     "int4, 4 buckets": _late("int4", 4),
+    "width 1, int8, 4 buckets": _in_time("int8", 4),
+    "width 1, int4, 4 buckets": _in_time("int4", 4),
 }
 
 
 # ---- Iterations to the target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Times of all that is timed, in the same rounds."""
+
+    commit: str | None
+    seconds: dict[str, list[float]]
+    """Seconds of an iteration in each round, by arguments of ``pipesgd.train``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +193,8 @@ def curves(schedule: str, method: str, lr: float, iterations: int, seeds: int, r
 # ---- Time of an iteration
 
 
-def time_iterations(*, quick: bool) -> dict[str, list[float]]:
-    """Return the seconds of an iteration in each round, by arguments of ``pipesgd.train``.
+def time_iterations(*, quick: bool) -> Times:
+    """Return the times of an iteration.
 
     Raises:
         RunError: the job failed.
@@ -191,7 +210,8 @@ def time_iterations(*, quick: bool) -> dict[str, list[float]]:
     ]
     with tempfile.TemporaryDirectory() as folder, Testbed(nodes=NODES, link=LINK) as testbed:
         rounds = time_in_passes(testbed, asked, QUICK_ROUNDS if quick else ROUNDS, Path(folder))
-    return {words: [one["seconds"] for one in of_rounds] for words, of_rounds in zip(every, rounds, strict=True)}
+    found = {words: [one["seconds"] for one in of_rounds] for words, of_rounds in zip(every, rounds, strict=True)}
+    return Times(commit=code_state(), seconds=found)
 
 
 # ---- Both
@@ -273,11 +293,21 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     done = simulated_runs.finished_runs(wanted, arguments, NAME, console, expected=partial(wanted, most=True))
     if any(one.words not in done for one in wanted(done)):
         raise UserInputError("--finished must find all trainings; some are missing")
-    times = time_iterations(quick=arguments.quick)
-    rows = [row for schedule in SCHEDULES for row in rows_of(schedule, iterations, seeds, done, times)]
+    kept = KeptRuns(arguments.output / f"{NAME}.times.runs.json", Times, fresh=arguments.fresh)
+    timed = kept.complete(
+        {"all": arguments.quick},
+        lambda quick: time_iterations(quick=quick),
+        console,
+        "iteration times",
+        finished=arguments.finished,
+    )
+    if not timed:
+        raise UserInputError("--finished must find the times of iterations; there are none")
+    times = timed["all"]
+    rows = [row for schedule in SCHEDULES for row in rows_of(schedule, iterations, seeds, done, times.seconds)]
     commits = sorted({str(run.commit) for run in done.values()})
     extra = {"rate": LINK.rate, "nodes": NODES, "accelerator": ACCELERATOR, "runs_made_with": commits}
-    save(NAME, rows, extra={**extra, "timed_at": code_state()}, folder=arguments.output)
+    save(NAME, rows, extra={**extra, "timed_at": times.commit}, folder=arguments.output)
     command.show(f"Transformer at 200 Mbit/s, {NODES} nodes (all emulated)", [_texts(row) for row in rows])
 
 

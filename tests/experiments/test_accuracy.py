@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from experiments.accuracy_runs import (
 from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import Run
 from pipesgd.cli import parse as parse_training
+from timing_model.alternatives import LARGER_RANK_COST, LOW_RANK_COST
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +132,23 @@ def test_a_rate_is_the_best_of_those_around_it(best: int, inside: bool) -> None:
     else:
         assert found in (min(tried), max(tried))
         assert len(tried) == MOST_TRIED
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ((LOW_RANK, "compress low rank"), LOW_RANK_COST),
+        (("compress low rank, rank 16, dense start of a quarter",), LARGER_RANK_COST),
+    ],
+)
+def test_the_planner_says_what_low_rank_costs(methods: tuple[str, ...], said: int) -> None:
+    costs = [
+        row["cost"]
+        for row in load(RESULTS / "accuracy.csv")
+        if row["method"] in methods and row["iterations"] == 600 and row["workload"].startswith("transformer, b")
+    ]
+    assert len(costs) == 2 * len(methods)
+    assert math.ceil(max(costs)) == said
 
 
 @pytest.mark.parametrize(("also", "expected"), [(None, 1), (-2, -2), (1, 1)])

@@ -45,7 +45,7 @@ def test_every_training_is_one_that_simulated_ranks_follow_and_a_rate_is_chosen_
     for one in every:
         check_simulated(parse_training(shlex.split(one.words)))
     assert {one.seed for one in plan(600, 3, {})} == {RATE_SEED}
-    assert len(every) == len(SCHEDULES) * (2 * len(RATES) + 3 * 3)
+    assert len(every) == len(SCHEDULES) * (2 * len(RATES) + 5 * 3)
     assert f"--lr {RATES[1]:g} " in next(one for one in plan(600, 3, finished({})) if one.seed == 0).words
 
 

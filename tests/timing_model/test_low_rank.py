@@ -117,7 +117,7 @@ def test_a_plan_names_them_where_they_gain_enough_and_searches_them_if_asked_to(
     low_rank = found.best.job.changed(codec="powersgd", width=2, buckets="1", all_reduce="ring")
     gain = found.best.iteration.total / predict(low_rank).iteration.total
     assert said.startswith("Factors of rank 4, --width 2 --codec powersgd --all-reduce ring")
-    assert f", would be {gain:.1f} times as fast. They cost some trainings" in said
+    assert f", would be {gain:.1f} times as fast. Of rank 4 they cost small transformers up to" in said
     asked = dataclasses.replace(space, codecs=(*space.codecs, "powersgd"))
     with_them = plan(job, asked)
     assert with_them.best.job.codec == "powersgd"
