@@ -53,6 +53,7 @@ from experiments.accuracy_runs import (
     named,
     plan,
     rates_for,
+    seeds_of,
     spread,
     ways_of,
 )
@@ -274,10 +275,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     for length in arguments.lengths:
         if length not in known:
             raise UserInputError(f"--lengths must be among {', '.join(map(str, known))}; got {length}")
-    number = simulated_runs.seeds_of(arguments, seeds=len(SEEDS), quick_seeds=QUICK_SEEDS)
-    if not 2 <= number <= len(SEEDS):
-        raise UserInputError(f"--seeds must be from 2 to {len(SEEDS)}; got {number}")
-    arguments.seeds = SEEDS[:number]
+    arguments.seeds = seeds_of(arguments)
     command.check_alone(NAME, by_torchrun, "it simulates the ranks")
     return arguments
 

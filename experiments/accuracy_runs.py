@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments import simulated_runs
 from experiments.simulated_runs import WORLD_SIZE, Run
+from pipesgd.errors import UserInputError
 
 SEARCHED, LONG = (200, 600), 3000
 """Lengths, in iterations, with rates of their own and all methods; and one with the rates of the longest of them."""
@@ -18,8 +20,8 @@ FIRST_TRIED, MOST_TRIED = (-1, 0, 1), 6
 """Powers of two times a workload's rate that are tried first, and the most that are tried until the best has a worse
 one on each side."""
 STEADY, MOST_LOWERED = 3.0, 2
-"""Most percent by which seeds of synchronous training may spread; beyond that, the rate is at the edge of stability,
-and all methods take half of theirs, at most this many times."""
+"""Most percent by which seeds of synchronous training may spread. Beyond that, its rate is at the edge of stability and
+is halved, at most this many times: no method then has a higher one."""
 QUICK_SEEDS, QUICK_LENGTHS = 2, (20,)
 WARMUP = 0.1
 """Share of the iterations in which the learning rate rises."""
@@ -161,6 +163,14 @@ WAYS = {
     for way, more in ways.items()
 }
 """Ways tried where a method misses its bound, at the rates of that method."""
+
+
+def seeds_of(arguments: Namespace) -> tuple[int, ...]:
+    """Return the seeds of each cell, as many as the options ask for; raises ``UserInputError``."""
+    number = simulated_runs.seeds_of(arguments, seeds=len(SEEDS), quick_seeds=QUICK_SEEDS)
+    if not 2 <= number <= len(SEEDS):
+        raise UserInputError(f"--seeds must be from 2 to {len(SEEDS)}; got {number}")
+    return SEEDS[:number]
 
 
 def named(name: str) -> Method:

@@ -30,6 +30,7 @@ from experiments import accuracy, command, simulated_runs
 from experiments.accuracy_runs import (
     LATE,
     QUICK_LENGTHS,
+    QUICK_SEEDS,
     SEARCHED,
     SEEDS,
     SYNCHRONOUS,
@@ -40,6 +41,7 @@ from experiments.accuracy_runs import (
     interval,
     rates_for,
     searched,
+    seeds_of,
 )
 from experiments.kept_runs import KeptRuns
 from experiments.results import RESULTS, Row, save
@@ -195,13 +197,10 @@ def _texts(row: Row) -> dict[str, str]:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     options = command.parser(NAME, __doc__)
-    simulated_runs.add_options(options, seeds=len(SEEDS), quick_seeds=2)
+    simulated_runs.add_options(options, seeds=len(SEEDS), quick_seeds=QUICK_SEEDS)
     arguments = ranks.raise_together("options", lambda: command.parse(options, words))
     command.check_alone(NAME, ranks.by_torchrun, "it simulates the ranks")
-    number = simulated_runs.seeds_of(arguments, seeds=len(SEEDS), quick_seeds=2)
-    if not 2 <= number <= len(SEEDS):
-        raise UserInputError(f"--seeds must be from 2 to {len(SEEDS)}; got {number}")
-    seeds = SEEDS[:number]
+    seeds = seeds_of(arguments)
     others: dict[int, dict[str, list[Run]]] = {length: {} for length in QUICK_LENGTHS}
     bases = dict.fromkeys(QUICK_LENGTHS, 0)
     if not arguments.quick:

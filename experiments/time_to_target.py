@@ -32,7 +32,7 @@ from experiments.kept_runs import KeptRuns
 from experiments.paired import median, paired_ratio, ratio_columns
 from experiments.results import Row, code_state, save
 from experiments.simulated_runs import QUICK_ITERATIONS, Run
-from experiments.systems.accuracy import Curve
+from experiments.systems.accuracy import Curve, Planned, curve_of
 from experiments.systems.table import accuracy_of, target_of
 from experiments.systems.workloads import ACCELERATOR, QUICK_ACCELERATOR, TIMED_LR, WORKLOADS
 from experiments.testbed import Link, Testbed
@@ -53,13 +53,14 @@ RECIPE = "--batch-size 8 --optimizer adamw --betas 0.9 0.95 --weight-decay 0.1 -
 """AdamW as language models are trained with it."""
 SCHEDULES = {"cosine after a tenth": "--schedule cosine --lr-warmup {tenth}", "one-cycle": "--schedule one-cycle"}
 """Schedules: the rate rises over a tenth of the iterations, and over three tenths."""
-ALONE, REFERENCE = "computing alone", "DDP fp16"
+ALONE, REFERENCE = "--strategy local", "DDP fp16"
+"""Arguments for computing alone, and the method that the others are compared with."""
 ROUNDS, BLOCK, QUICK_ROUNDS, QUICK_BLOCK = 8, 20, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to exchange gradients; all but the name are arguments of ``pipesgd.train``."""
+    """A way to exchange gradients, by arguments of ``pipesgd.train``."""
 
     trained: str
     timed: str
@@ -106,17 +107,6 @@ class Times:
     """Seconds of an iteration in each round, by arguments of ``pipesgd.train``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned(simulated_runs.Planned):
-    """A training to be made."""
-
-    method: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.workload}, {self.method}, seed {self.seed}"
-
-
 Runs = Mapping[str, Run]
 """Finished trainings by their arguments."""
 
@@ -126,7 +116,7 @@ def training(schedule: str, method: str, lr: float, seed: int, iterations: int) 
     rises = SCHEDULES[schedule].format(tenth=max(1, iterations // 10))
     length = f"--iterations {iterations} --evaluate-iterations {max(1, iterations // EVALUATIONS)} --seed {seed}"
     words = f"{WORDS} --model transformer {RECIPE} {METHODS[method].trained} --lr {lr:g} {rises} {length}"
-    return Planned(workload=f"transformer, {schedule}", method=method, words=words, seed=seed)
+    return Planned(workload=f"transformer, {schedule}", system=method, words=words, seed=seed)
 
 
 def search(schedule: str, method: str, iterations: int) -> list[Planned]:
@@ -169,25 +159,18 @@ def plan(iterations: int, seeds: int, runs: Runs, *, most: bool = False) -> list
     every = []
     for schedule in SCHEDULES:
         for method in METHODS:
-            every += search(schedule, method, iterations) + steady(schedule, iterations, seeds, runs)[0]
+            every += search(schedule, method, iterations)
+            if method == REFERENCE:
+                every += steady(schedule, iterations, seeds, runs)[0]
             lr = rate_of(schedule, method, iterations, seeds, runs)
             if lr is not None or most:
                 every += [training(schedule, method, lr or RATES[0], seed, iterations) for seed in range(seeds)]
-    return list(dict.fromkeys({one.words: one for one in every}.values()))
+    return list({one.words: one for one in every}.values())
 
 
 def curves(schedule: str, method: str, lr: float, iterations: int, seeds: int, runs: Runs) -> list[Curve]:
     """Return the accuracies on the way of each seed."""
-    found = [runs[training(schedule, method, lr, seed, iterations).words] for seed in range(seeds)]
-    return [
-        Curve(
-            commit=run.commit,
-            how="simulated",
-            failure=None if run.diverged_at is None else f"diverges in iteration {run.diverged_at}",
-            points=run.points,
-        )
-        for run in found
-    ]
+    return [curve_of(runs[training(schedule, method, lr, seed, iterations).words]) for seed in range(seeds)]
 
 
 # ---- Time of an iteration
@@ -201,9 +184,7 @@ def time_iterations(*, quick: bool) -> Times:
     """
     accelerator = QUICK_ACCELERATOR if quick else ACCELERATOR
     emulated = f"--lr {TIMED_LR} --model experiments.accelerators:synthetic={accelerator},model=transformer"
-    every = dict.fromkeys(
-        ["--strategy local", *(words for one in METHODS.values() for words in (one.timed, one.start))]
-    )
+    every = dict.fromkeys([ALONE, *(words for one in METHODS.values() for words in (one.timed, one.start))])
     asked = [
         {"words": f"{WORDS} {emulated} {RECIPE} {words}", "iterations": QUICK_BLOCK if quick else BLOCK}
         for words in every
@@ -225,7 +206,7 @@ def rows_of(schedule: str, iterations: int, seeds: int, runs: Runs, times: Mappi
     }
     target, rows = target_of(of_methods[REFERENCE]), []
     base = times[METHODS[REFERENCE].timed]
-    alone = paired_ratio(base, times["--strategy local"])
+    of_alone = _ratios(base, times[ALONE])
     seconds_of_reference: list[float] = []
     for name, method in METHODS.items():
         lr = rates[name]
@@ -241,9 +222,7 @@ def rows_of(schedule: str, iterations: int, seeds: int, runs: Runs, times: Mappi
         if name == REFERENCE:
             seconds_of_reference = seconds
         both = seconds and seconds_of_reference
-        faster = paired_ratio(seconds_of_reference, seconds) if both else None
-        gains = [one / other for one, other in zip(seconds_of_reference, seconds, strict=True)] if both else []
-        of_alone = [one / other for one, other in zip(base, times["--strategy local"], strict=True)]
+        gains = _ratios(seconds_of_reference, seconds) if both else []
         rows.append(
             {
                 "schedule": schedule,
@@ -256,13 +235,17 @@ def rows_of(schedule: str, iterations: int, seeds: int, runs: Runs, times: Mappi
                 "iteration_s": median(times[method.timed]),
                 "start_iteration_s": median(times[method.start]),
                 "time_to_target_s": median(seconds) if seconds else None,
-                **ratio_columns("times_as_fast", faster),
-                "alone_times_as_fast": alone.median,
+                **ratio_columns("times_as_fast", paired_ratio(seconds_of_reference, seconds) if both else None),
+                "alone_times_as_fast": median(of_alone),
                 **ratio_columns("share_of_alone", paired_ratio(gains, of_alone) if gains else None),
                 "rounds": len(base),
             }
         )
     return rows
+
+
+def _ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(one, other, strict=True)]
 
 
 def _texts(row: Row) -> dict[str, str]:

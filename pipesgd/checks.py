@@ -80,6 +80,13 @@ def refuse(*combinations: tuple[object, str]) -> None:
             raise UserInputError(message)
 
 
+def check_as_loaded(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ``UserInputError`` for the first value of ``own`` that a ``state`` to be loaded has another one of."""
+    for name, now in own.items():
+        if (before := state[name]) != now:
+            raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {now}")
+
+
 def check_several(ranks: int, who: str) -> None:
     """Raise ``UserInputError`` if ``who`` has started one rank, whose model it does not wrap."""
     if ranks == 1:

@@ -168,11 +168,12 @@ def finished_curves(planned: Mapping[Key, Planned], arguments: Namespace, consol
     runs = simulated_runs.finished_runs(lambda done: simulated, arguments, f"{NAME}.simulated", console)
     names = {one.words for one in simulated}
     really = _really_trained([one for one in unique.values() if one.words not in names], arguments, console)
-    found = {words: _curve(run) for words, run in runs.items()} | really
+    found = {words: curve_of(run) for words, run in runs.items()} | really
     return {key: found[one.words] for key, one in planned.items() if one.words in found}
 
 
-def _curve(run: Run) -> Curve:
+def curve_of(run: Run) -> Curve:
+    """Return the accuracy of a training on simulated ranks."""
     if run.test_accuracy is None:
         failure = f"diverged in iteration {run.diverged_at}"
         return Curve(commit=run.commit, how="simulated", failure=failure, points=[])

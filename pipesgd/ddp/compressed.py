@@ -16,7 +16,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.checks import check_at_least, check_one_of
+from pipesgd.checks import check_as_loaded, check_at_least, check_one_of
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import BUCKET_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
@@ -182,9 +182,7 @@ class CompressedBuckets:
             UserInputError: the number of ranks or the codec was another one, or parameters were in another memory
                 order.
         """
-        for name, now in self._exchange().items():
-            if (before := state[name]) != now:
-                raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {now}")
+        check_as_loaded(state, self._exchange())
         check_layouts(state["strides"], self._parameters)
         self.flight.wait_until_summed()
         self.iteration = state["iteration"]

@@ -32,6 +32,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from pipesgd.checks import check_as_loaded
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
@@ -362,11 +363,7 @@ class LocalSteps(OnPipeline):
         """Raise what ``load_state_dict`` raises before it changes anything: see there."""
         if (before := state["pipeline"]["buckets"]) != str(self._fragments):
             raise UserInputError(f"fragments must be {before}, as in the state that is loaded; got {self._fragments}")
-        for name, value in state["settings"].items():
-            if value != self._settings[name]:
-                raise UserInputError(
-                    f"{name} must be {value}, as in the state that is loaded; got {self._settings[name]}"
-                )
+        check_as_loaded(state["settings"], self._settings)
         for name, before, now in (
             ("optimizer", state["optimizer"], self._optimizer),
             ("outer optimizer", state["outer"], self._outer),

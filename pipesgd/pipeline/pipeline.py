@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipesgd.checks import check_as_loaded
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
@@ -416,9 +417,7 @@ class Pipeline:
         self.flight.thread.check()
         if self.half_done is None:
             self.check_none_leaves("load_state_dict")
-        for name, own in self._exchange().items():
-            if (before := state[name]) != own:
-                raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {own}")
+        check_as_loaded(state, self._exchange())
         check_layouts(state["strides"], self.cut.parameters)
         self.update.check_state(state)
         self.flight.check_state(state)

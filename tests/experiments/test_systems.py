@@ -230,8 +230,8 @@ def test_a_system_that_cannot_train_on_a_workload_is_refused_before_hours_of_oth
 
 def test_a_curve_is_that_of_the_run_or_says_why_there_is_none() -> None:
     run = Run(commit="c0ffee", seconds=1.0, diverged_at=None, test_accuracy=0.5, points=[[2, 0.3], [4, 0.5]])
-    assert accuracy._curve(run) == Curve(commit="c0ffee", how="simulated", failure=None, points=[[2, 0.3], [4, 0.5]])
-    gone = accuracy._curve(Run(commit="c0ffee", seconds=1.0, diverged_at=3))
+    assert accuracy.curve_of(run) == Curve(commit="c0ffee", how="simulated", failure=None, points=[[2, 0.3], [4, 0.5]])
+    gone = accuracy.curve_of(Run(commit="c0ffee", seconds=1.0, diverged_at=3))
     assert gone == Curve(commit="c0ffee", how="simulated", failure="diverged in iteration 3", points=[])
 
 

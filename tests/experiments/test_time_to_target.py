@@ -53,7 +53,7 @@ def test_no_rate_is_above_the_highest_at_which_seeds_of_the_reference_stay_toget
     runs: dict[str, Run] = {}
     while left := [one for one in plan(600, 3, runs) if one.words not in runs]:
         for one in left:
-            apart = 0.1 if one.method == REFERENCE and one.seed == 1 and f"--lr {RATES[1]:g} " in one.words else 0.0
+            apart = 0.1 if one.system == REFERENCE and one.seed == 1 and f"--lr {RATES[1]:g} " in one.words else 0.0
             runs[one.words] = ran(one, 400.0, ENDS - apart - (0.0 if f"--lr {RATES[1]:g} " in one.words else 0.01))
     found = rows_of(COSINE, 600, 3, runs, times(0.15))
     assert {(row["lr"], row["lr_is_inside"], row["lr_lowered"]) for row in found} == {(RATES[0], False, True)}
