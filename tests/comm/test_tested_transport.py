@@ -18,6 +18,7 @@ NAME = os.environ.get("PIPESGD_TESTED_TRANSPORT", "gloo")
 def _kind(ranks: Ranks) -> bool:
     connections = Connections("ring", ranks, timeout=ranks.timeout)
     is_gloo = isinstance(connections._links, TorchLinks)
+    connections.wait_for_all()  # else one may close before the other is connected
     connections.close()
     return is_gloo
 
