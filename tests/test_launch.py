@@ -161,7 +161,7 @@ def test_a_machine_that_waits_can_be_stopped(number: int, start: Start, place: s
 
 
 ELASTIC = (
-    "-m pipesgd.train --dataset digits --hidden-sizes 30 --iterations 3000 --transport tcp --elastic 1 "
+    "-m pipesgd.train --dataset digits --hidden-sizes 30 --iterations 400 --transport tcp --elastic 1 "
     "--checkpoint-iterations 50"
 )
 """Options of a training that may lose ranks."""
