@@ -292,7 +292,7 @@ class Run:
         job = self.job
         writer = self._stack.enter_context(MetricsWriter(job.folder, start=start))
         self._history = writer.history
-        self._attempts = self._begin_attempt(run_again=writer.dropped)
+        self._attempts = self._begin_attempt(start, run_again=writer.dropped)
         self._recorders.append(writer)
         bar = ProgressBar(job.console, total=job.iterations, start=start)
         self._recorders.append(self._stack.enter_context(bar))
@@ -306,12 +306,12 @@ class Run:
 
         return Trace(self.job.workers)
 
-    def _begin_attempt(self, *, run_again: int) -> Attempts:
-        """Write that this attempt begins to train, for the report of the run."""
+    def _begin_attempt(self, start: int, *, run_again: int) -> Attempts:
+        """Write that this rank begins to record an attempt with iteration ``start``, for the report of the run."""
         from pipesgd.run.attempts import Attempts
 
         attempts = Attempts(self.job.folder / output.ATTEMPTS_FILE, self.job.ranks.standing)
-        attempts.begin(start=self.start, world_size=self.job.ranks.world_size, run_again=run_again, versions=versions())
+        attempts.begin(start=start, world_size=self.job.ranks.world_size, run_again=run_again, versions=versions())
         return attempts
 
     def _drift(self) -> Drift | None:

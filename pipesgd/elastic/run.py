@@ -177,7 +177,7 @@ class ElasticRun(Run):
             if ranks.rank == 0 and self._attempts is None:  # since the others were lost at the end
                 with MetricsWriter(self.job.folder, start=self.job.iterations) as writer:
                     self._history = writer.history
-                    self._attempts = self._begin_attempt(run_again=0)
+                    self._attempts = self._begin_attempt(self.job.iterations, run_again=0)
             super().leave_behind(result)
             if ranks.record.members == before.members:  # else what one of them was to write may be missing
                 break

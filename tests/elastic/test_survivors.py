@@ -16,6 +16,7 @@ from _links import new_secret
 
 from experiments import elastic_ranks, forked_ranks, integer_sums
 from experiments.elastic_ranks import CHECKPOINT, COMPUTING, EVALUATION, MESSAGES, Ended, Kill
+from pipesgd.run.attempts import read_attempts
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +31,8 @@ def _imported() -> None:
     forked_ranks.import_all()
 
 
-def _run(folder: Path, world_size: int, *kills: Kill) -> tuple[Ended, str]:
-    ended = elastic_ranks.run(WORDS, world_size, folder, kills)
+def _run(folder: Path, world_size: int, *kills: Kill, words: str = WORDS) -> tuple[Ended, str]:
+    ended = elastic_ranks.run(words, world_size, folder, kills)
     log = (folder / "log").read_text(encoding="utf-8")
     assert not ended.hung, log
     return ended, log
@@ -68,6 +69,8 @@ def test_the_others_continue_after_a_kill(tmp_path: Path, phase: str, rank: int)
     last = summary["generations"][-1]
     assert last["members"] == others
     assert [one["rank"] for one in last["lost"]] == [rank]
+    attempts = read_attempts(tmp_path / "run" / "attempts.jsonl")  # another first rank records from there on
+    assert [one.start for one in attempts] == [0, last["first_iteration"]][: 2 - rank]
     assert f"rank {rank} is lost: its process has ended. Generation 1: ranks {others[0]}, {others[1]}" in log
 
 
@@ -92,9 +95,7 @@ def test_down_to_one(tmp_path: Path) -> None:
 
 def test_below_the_least_number_the_state_is_written(tmp_path: Path) -> None:
     kill = Kill(rank=1, phase=COMPUTING, call=20)
-    words = WORDS.replace("--elastic 1", "--elastic 2")
-    ended = elastic_ranks.run(words, 2, tmp_path, [kill])
-    log = (tmp_path / "log").read_text(encoding="utf-8")
+    ended, log = _run(tmp_path, 2, kill, words=WORDS.replace("--elastic 1", "--elastic 2"))
     assert ended.codes == {0: 75, 1: -9}, log
     assert "fewer than --elastic 2; --resume continues after iteration 2" in log
     again = elastic_ranks.run(f"{WORDS} --resume", 1, tmp_path)
@@ -106,8 +107,7 @@ def test_several_that_are_left_below_the_least_number_write_their_state_together
     """One of them may have begun an iteration that the other has not."""
     words = WORDS.replace("--elastic 1", "--elastic 3").replace("--width 2", f"--width {width}")
     kills = [Kill(rank=rank, phase=COMPUTING, call=20 + rank % 2, seconds=0.001) for rank in (1, 2)]
-    ended = elastic_ranks.run(words, 4, tmp_path, kills)
-    log = (tmp_path / "log").read_text(encoding="utf-8")
+    ended, log = _run(tmp_path, 4, *kills, words=words)
     assert ended.codes == {0: 75, 1: -14, 2: -14, 3: 75}, log
     [newest] = {line for line in log.splitlines() if "--resume continues after iteration" in line}
     folder = tmp_path / "run" / "checkpoints" / f"iteration-{newest.rsplit(' ', 1)[1]}"
@@ -119,8 +119,8 @@ def test_several_that_are_left_below_the_least_number_write_their_state_together
 def test_epochs_end_with_their_samples_and_the_schedule_with_them(tmp_path: Path) -> None:
     words = WORDS.replace("--iterations 60", "--epochs 2 --schedule one-cycle")
     kills = [Kill(rank=rank, phase=COMPUTING, call=20 + rank) for rank in (1, 4)]
-    ended = elastic_ranks.run(words, 5, tmp_path, kills)
-    assert [ended.codes[rank] for rank in (0, 2, 3)] == [0, 0, 0], (tmp_path / "log").read_text(encoding="utf-8")
+    ended, log = _run(tmp_path, 5, *kills, words=words)
+    assert [ended.codes[rank] for rank in (0, 2, 3)] == [0, 0, 0], log
     summary = _summary(tmp_path)
     last = summary["generations"][-1]
     assert last["members"] == [0, 2, 3]
@@ -249,5 +249,5 @@ def test_all_that_are_asked_to_stop_write_a_checkpoint_together(tmp_path: Path) 
 def test_over_tls(tmp_path: Path) -> None:
     secret = new_secret(tmp_path, certificate=True)
     words = WORDS.replace("--transport tcp", "--transport tls") + f" --secret-file {secret.path}"
-    ended = elastic_ranks.run(words, 3, tmp_path, [Kill(rank=1, phase="hop", call=150)])
-    assert ended.codes == {0: 0, 1: -9, 2: 0}, (tmp_path / "log").read_text(encoding="utf-8")
+    ended, log = _run(tmp_path, 3, Kill(rank=1, phase="hop", call=150), words=words)
+    assert ended.codes == {0: 0, 1: -9, 2: 0}, log
