@@ -145,6 +145,14 @@ _TRIED: dict[str, tuple[str, dict[str, str]]] = {
             "prediction local": "--prediction local",
         },
     ),
+    "width 2, int8": (
+        "--width 2 --codec int8",
+        {"start of a quarter": "--synchronous-start {quarter}", "start of a half": "--synchronous-start {half}"},
+    ),
+    LOW_RANK: (
+        "--width 2 --codec powersgd",
+        {"rank 16, dense start of a quarter": "--low-rank 16 --dense-start {quarter}"},
+    ),
     "compress low rank": (
         "--width 1 --codec powersgd",
         {
@@ -322,7 +330,7 @@ def methods_of(cell: Cell) -> list[str]:
 
 def ways_of(cell: Cell, rates: Rates | None, seeds: Sequence[int], runs: Runs) -> list[str]:
     """Return the ways that are tried in a cell: those of methods that have missed their bound, with all their seeds."""
-    if rates is None or cell.iterations == LONG or tuple(seeds) != SEEDS:
+    if rates is None or tuple(seeds) != SEEDS:
         return []
     found = {name: final(cell, name, rates, seeds, runs) for name in _TRIED}
     missed = {name for name, one in found.items() if one is not None and one.verdict == "missed"}
@@ -346,8 +354,8 @@ def plan_of(cell: Cell, seeds: Sequence[int], runs: Runs, *, most: bool = False)
         power = None if rates is None else rates.power(method)
         if power is not None or most:
             every += [cell.run(method, power or 0, seed) for seed in seeds]
-    if rates is not None and cell.iterations != LONG and tuple(seeds) == SEEDS:
-        for method in COMPARED:
+    if rates is not None and tuple(seeds) == SEEDS:
+        for method in COMPARED if cell.iterations != LONG else ():
             if is_open(difference(cell, method, rates, SEEDS, runs)):
                 every += [one for seed in MORE_SEEDS for one in both_of(cell, method, rates, seed) or ()]
         for way in ways_of(cell, rates, seeds, runs):

@@ -75,10 +75,10 @@ def finished(
 
 
 def rows(loss_of: Callable[[Planned], float | None], **options: Any) -> dict[str, Row]:
-    """Return the rows at 200 iterations by method."""
+    """Return the rows at 200 iterations, or at the last of the ``lengths``, by method, without those not run."""
     workload = options.get("workload", TEXT)
-    found = tabulate([workload], [200], SEEDS, finished(loss_of, **options))
-    return {row["method"]: row for row in found}
+    found = tabulate([workload], options.get("lengths", [200])[-1:], SEEDS, finished(loss_of, **options))
+    return {row["method"]: row for row in found if row["verdict"] != NOT_RUN}
 
 
 def bowl(one: Planned) -> float:
@@ -226,11 +226,12 @@ def test_both_sides_of_an_open_difference_get_more_seeds() -> None:
     assert row["width 2, int4"]["verdict"] == "unresolved at 5 seeds", "nine would be as many as are lucky"
 
 
-def test_other_ways_are_tried_where_a_method_misses_its_bound_and_nowhere_else() -> None:
+@pytest.mark.parametrize("lengths", [[200], [600, LONG]])
+def test_other_ways_are_tried_where_a_method_misses_its_bound_and_nowhere_else(lengths: list[int]) -> None:
     def loss_of(one: Planned) -> float:
         return bowl(one) * {"compress int4": 1.02, "compress int4, blocks of 32": 1.004}.get(one.method, 1.0)
 
-    found = rows(loss_of)
+    found = rows(loss_of, lengths=lengths)
     ways = {name: row for name, row in found.items() if name in WAYS}
     assert list(ways) == [name for name, way in WAYS.items() if way.way_of == "compress int4"]
     assert len(ways) == 3
@@ -238,7 +239,7 @@ def test_other_ways_are_tried_where_a_method_misses_its_bound_and_nowhere_else()
     assert ways["compress int4, blocks of 32"]["verdict"] == "met"
     assert ways["compress int4, blocks of 32"]["cost"] == pytest.approx(0.4)
     assert {row["seeds"] for row in ways.values()} == {5}
-    assert set(rows(bowl)) == set(METHODS)
+    assert set(rows(bowl, lengths=lengths)) == {name for name in METHODS if lengths == [200] or METHODS[name].long}
 
 
 def test_every_way_is_a_run_that_differs_from_its_method() -> None:
