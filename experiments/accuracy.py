@@ -148,7 +148,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
             bound = own[0]["bound"]
             axes.barh(place, 2 * bound, left=-bound, height=0.8, color=style.GREY, alpha=0.3, linewidth=0)
         for number, row in enumerate(own):
-            at, colour = place + 0.45 * (number - (len(own) - 1) / 2), LENGTH_COLOURS[row["iterations"]]
+            at, colour = place + 0.27 * (number - (len(own) - 1) / 2), LENGTH_COLOURS[row["iterations"]]
             if row["cost"] is not None and abs(row["cost"]) <= SHOWN * least:
                 axes.plot([row["cost_low"], row["cost_high"]], [at, at], color=colour, linewidth=1.5)
                 axes.plot([row["cost"]], [at], color=colour, marker="o", markersize=4, linestyle="")
@@ -179,17 +179,16 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def message(rows: list[Row]) -> str:
-    """Return what width 2 with int8 costs, and low rank at most, at the longest of the searched lengths."""
-    longest = max(SEARCHED)
+    """Return what width 2 with int8 costs, and low rank at most, over all workloads and lengths."""
     costs: dict[str, list[float]] = {}
     for row in rows:
-        if row["cost"] is not None and row["iterations"] == longest:
+        if row["cost"] is not None:
             costs.setdefault(row["method"], []).append(row["cost"])
     late, low_rank = (costs.get(method) for method in (SET_OFF, LOW_RANK))
     if not (late and low_rank):
         return "Cost next to synchronous training after the same samples"
     return (
-        f"After {longest} iterations on simulated ranks, {SET_OFF} costs "
+        f"On simulated ranks, {SET_OFF} costs "
         f"{min(late):+.1f} to {max(late):+.1f} (% of loss, or points), "
         f"low rank up to {max(low_rank):+.1f}"
     )
@@ -202,7 +201,7 @@ FIGURE = PaperFigure(
     "seed with their 95 % intervals, on simulated ranks; grey: within the bound.",
     message=message,
     plot=plot,
-    height=3.3,
+    height=4.4,
     abreast=2,
     by=("workload",),
     has=lambda row: row["method"] != SYNCHRONOUS and row["verdict"] != NOT_RUN,

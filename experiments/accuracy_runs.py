@@ -129,12 +129,16 @@ METHODS = {
 """Methods: first those whose rates are searched for."""
 COMPARED = tuple(name for name in METHODS if name != SYNCHRONOUS)
 _TRIED: dict[str, tuple[str, dict[str, str]]] = {
+    "width 2, int8": (
+        "--width 2 --codec int8",
+        {"start of a quarter": "--synchronous-start {quarter}", "start of a half": "--synchronous-start {half}"},
+    ),
     "compress int4": (
         "--width 1 --codec int4",
         {
-            "stochastic": "--rounding stochastic",
-            "blocks of 128": "--codec-block 128",
             "blocks of 32": "--codec-block 32",
+            "blocks of 128": "--codec-block 128",
+            "stochastic": "--rounding stochastic",
         },
     ),
     LATE: (
@@ -144,10 +148,6 @@ _TRIED: dict[str, tuple[str, dict[str, str]]] = {
             "start of a half": "--synchronous-start {half}",
             "prediction local": "--prediction local",
         },
-    ),
-    "width 2, int8": (
-        "--width 2 --codec int8",
-        {"start of a quarter": "--synchronous-start {quarter}", "start of a half": "--synchronous-start {half}"},
     ),
     LOW_RANK: (
         "--width 2 --codec powersgd",
