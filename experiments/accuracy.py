@@ -31,26 +31,21 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from experiments import command, figures, simulated_runs, style
+from experiments.accuracy_methods import LOW_RANK, METHODS, SYNCHRONOUS, TRAINED, WORKLOADS, named
 from experiments.accuracy_runs import (
     LONG,
-    LOW_RANK,
-    METHODS,
     QUICK_LENGTHS,
     QUICK_SEEDS,
     RATE_SEEDS,
     SEARCHED,
     SEEDS,
     STEADY,
-    SYNCHRONOUS,
-    TRAINED,
-    WORKLOADS,
     Cell,
     Planned,
     Rates,
     Runs,
     final,
     methods_of,
-    named,
     plan,
     rates_for,
     seeds_of,
@@ -188,8 +183,7 @@ def message(rows: list[Row]) -> str:
     if not (late and low_rank):
         return "Cost next to synchronous training after the same samples"
     return (
-        f"On simulated ranks, {SET_OFF} costs "
-        f"{min(late):+.1f} to {max(late):+.1f} (% of loss, or points), "
+        f"On simulated ranks, {SET_OFF} costs {min(late):+.1f} to {max(late):+.1f} (% of loss, or points), "
         f"low rank up to {max(low_rank):+.1f}"
     )
 

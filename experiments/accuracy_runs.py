@@ -1,4 +1,4 @@
-"""Runs of ``experiments/accuracy.py``: workloads, methods, and which runs are to be made, from those that are done."""
+"""Runs of ``experiments/accuracy.py``: which are to be made, from those that are done, and what these say."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments import simulated_runs
+from experiments.accuracy_methods import COMPARED, METHODS, SYNCHRONOUS, WAYS, WORKLOADS, named
 from experiments.simulated_runs import WORLD_SIZE, Run
 from pipesgd.errors import UserInputError
 
@@ -27,163 +28,12 @@ WARMUP = 0.1
 """Share of the iterations in which the learning rate rises."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A training as people do it."""
-
-    words: str
-    """Arguments of ``pipesgd.train`` for data, model and optimizer."""
-    lr: float
-    """Learning rate in the middle of those tried first."""
-    ms: tuple[float, float]
-    """Milliseconds of a rank's iteration at width 1 and at width 2, on one core of the machine of the results."""
-    test_s: float
-    """Seconds of the set-up and the evaluation on the whole test set."""
-    long: bool = True
-    """True if it is also tried at the length ``LONG``."""
-    by_loss: bool = True
-    """True if the loss is judged, False for the accuracy."""
-
-
-OF_TEXT = "--batch-size 8 --context 64 --embedding 64 --layers 2 --clip-norm 1"
-TIED = f"--model experiments.accuracy_models:tied_transformer {OF_TEXT}"
-ADAMW = "--optimizer adamw --betas 0.9 0.95 --weight-decay 0.1"
-WORKLOADS = {
-    "transformer, bytes": Workload(words=f"--dataset python-stdlib {TIED} {ADAMW}", lr=0.008, ms=(13, 18), test_s=9),
-    "transformer, byte pairs": Workload(
-        words=f"--dataset experiments.accuracy_models:byte_pairs=1024 {TIED} {ADAMW}", lr=0.008, ms=(14, 20), test_s=6
-    ),
-    "convnet, batch norm": Workload(
-        words="--dataset fashion-mnist --model experiments.accuracy_models:batch_norm_convnet --batch-size 32 "
-        "--optimizer sgd --weight-decay 0.0005",
-        lr=0.1,
-        ms=(16, 18),
-        test_s=3,
-        by_loss=False,
-    ),
-    "LoRA": Workload(
-        words=f"--dataset python-stdlib --model experiments.accuracy_models:adapted_transformer=8 {OF_TEXT} "
-        "--optimizer adamw",
-        lr=0.008,
-        ms=(13, 15),
-        test_s=9,
-    ),
-    "transformer, Muon": Workload(
-        words=f"--dataset python-stdlib {TIED} --optimizer muon --weight-decay 0.1",
-        lr=0.016,
-        ms=(14, 26),
-        test_s=9,
-        long=False,
-    ),
-    "MLP, Adagrad": Workload(
-        words="--dataset fashion-mnist --model mlp --hidden-sizes 200 200 --batch-size 32 --optimizer adagrad",
-        lr=0.02,
-        ms=(2, 5),
-        test_s=1,
-        long=False,
-        by_loss=False,
-    ),
-    "digits": Workload(
-        words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16",
-        lr=0.1,
-        ms=(0.7, 2),
-        test_s=1,
-        by_loss=False,
-    ),
-}
-"""Workloads, the most telling first; the last one is for trying out."""
-TRAINED = tuple(name for name in WORKLOADS if name != "digits")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """A way to exchange gradients."""
-
-    words: str
-    """Arguments of ``pipesgd.train`` for it."""
-    rate_of: str
-    """Name of the method whose search gives its rate, perhaps its own."""
-    bounds: tuple[float, float] = (1.0, 0.2)
-    """Percent of the loss, and points of accuracy, that it may lose to synchronous training."""
-    work: float = 1.0
-    """Time of an iteration as a multiple of that without a codec."""
-    long: bool = False
-    """True if it is also tried at the length ``LONG``."""
-    way_of: str = ""
-    """Method that this one is tried in place of, where that one misses its bound."""
-
-
-SYNCHRONOUS, LATE, LOW_RANK = "synchronous", "width 2", "width 2, low rank"
-OF_LOW_RANK = "--codec powersgd --low-rank 4"
-LOW_RANK_BOUNDS = (1.5, 0.3)
-METHODS = {
-    SYNCHRONOUS: Method(words="--width 1", rate_of=SYNCHRONOUS, long=True),
-    LATE: Method(words="--width 2", rate_of=LATE),
-    LOW_RANK: Method(words=f"--width 2 {OF_LOW_RANK}", rate_of=LOW_RANK, bounds=LOW_RANK_BOUNDS, work=1.2, long=True),
-    "width 2, int8": Method(words="--width 2 --codec int8", rate_of=LATE, long=True),
-    "width 2, int4": Method(words="--width 2 --codec int4", rate_of=LATE, long=True),
-    "compress int8": Method(words="--width 1 --codec int8", rate_of=SYNCHRONOUS),
-    "compress int4": Method(words="--width 1 --codec int4", rate_of=SYNCHRONOUS, long=True),
-    "compress low rank": Method(words=f"--width 1 {OF_LOW_RANK}", rate_of=LOW_RANK, bounds=LOW_RANK_BOUNDS, work=1.2),
-}
-"""Methods: first those whose rates are searched for."""
-COMPARED = tuple(name for name in METHODS if name != SYNCHRONOUS)
-_TRIED: dict[str, tuple[str, dict[str, str]]] = {
-    "width 2, int8": (
-        "--width 2 --codec int8",
-        {"start of a quarter": "--synchronous-start {quarter}", "start of a half": "--synchronous-start {half}"},
-    ),
-    "compress int4": (
-        "--width 1 --codec int4",
-        {
-            "blocks of 32": "--codec-block 32",
-            "blocks of 128": "--codec-block 128",
-            "stochastic": "--rounding stochastic",
-        },
-    ),
-    LATE: (
-        "--width 2",
-        {
-            "start of a quarter": "--synchronous-start {quarter}",
-            "start of a half": "--synchronous-start {half}",
-            "prediction local": "--prediction local",
-        },
-    ),
-    LOW_RANK: (
-        "--width 2 --codec powersgd",
-        {"rank 16, dense start of a quarter": "--low-rank 16 --dense-start {quarter}"},
-    ),
-    "compress low rank": (
-        "--width 1 --codec powersgd",
-        {
-            "rank 16": "--low-rank 16",
-            "ranks by size": "--rank-compression 8",
-            "dense start of a quarter": "--dense-start {quarter}",
-            "rank 16, dense start of a quarter": "--low-rank 16 --dense-start {quarter}",
-        },
-    ),
-}
-WAYS = {
-    f"{name}, {way}": Method(
-        words=f"{words} {more}", rate_of=METHODS[name].rate_of, bounds=METHODS[name].bounds, work=1.2, way_of=name
-    )
-    for name, (words, ways) in _TRIED.items()
-    for way, more in ways.items()
-}
-"""Ways tried where a method misses its bound, at the rates of that method."""
-
-
 def seeds_of(arguments: Namespace) -> tuple[int, ...]:
     """Return the seeds of each cell, as many as the options ask for; raises ``UserInputError``."""
     number = simulated_runs.seeds_of(arguments, seeds=len(SEEDS), quick_seeds=QUICK_SEEDS)
     if not 2 <= number <= len(SEEDS):
         raise UserInputError(f"--seeds must be from 2 to {len(SEEDS)}; got {number}")
     return SEEDS[:number]
-
-
-def named(name: str) -> Method:
-    """Return a method, or a way."""
-    return METHODS.get(name) or WAYS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +182,7 @@ def ways_of(cell: Cell, rates: Rates | None, seeds: Sequence[int], runs: Runs) -
     """Return the ways that are tried in a cell: those of methods that have missed their bound, with all their seeds."""
     if rates is None or tuple(seeds) != SEEDS:
         return []
-    found = {name: final(cell, name, rates, seeds, runs) for name in _TRIED}
+    found = {name: final(cell, name, rates, seeds, runs) for name in {way.way_of for way in WAYS.values()}}
     missed = {name for name, one in found.items() if one is not None and one.verdict == "missed"}
     return [way for way, method in WAYS.items() if method.way_of in missed]
 
@@ -355,8 +205,8 @@ def plan_of(cell: Cell, seeds: Sequence[int], runs: Runs, *, most: bool = False)
         if power is not None or most:
             every += [cell.run(method, power or 0, seed) for seed in seeds]
     if rates is not None and tuple(seeds) == SEEDS:
-        for method in COMPARED if cell.iterations != LONG else ():
-            if is_open(difference(cell, method, rates, SEEDS, runs)):
+        for method in COMPARED:
+            if is_open(cell, difference(cell, method, rates, SEEDS, runs)):
                 every += [one for seed in MORE_SEEDS for one in both_of(cell, method, rates, seed) or ()]
         for way in ways_of(cell, rates, seeds, runs):
             every += [one for seed in seeds for one in both_of(cell, way, rates, seed) or ()]
@@ -440,14 +290,14 @@ def difference(cell: Cell, method: str, rates: Rates, seeds: Sequence[int], runs
     return Difference(seeds=tuple(seeds), mean=mean, low=low, high=high, bound=bound)
 
 
-def is_open(found: Difference | None) -> bool:
-    """Return whether more seeds may change the verdict: it is not met, and the interval reaches into the bound."""
-    return found is not None and found.verdict != "met" and found.low <= found.bound
+def is_open(cell: Cell, found: Difference | None) -> bool:
+    """Return whether more seeds are to settle the verdict: it is not met, and the interval reaches into the bound."""
+    return cell.iterations != LONG and found is not None and found.verdict != "met" and found.low <= found.bound
 
 
 def final(cell: Cell, method: str, rates: Rates, seeds: Sequence[int], runs: Runs) -> Difference | None:
     """Return what a method costs over ``seeds``, and with all more seeds where these left it open."""
     found = difference(cell, method, rates, seeds, runs)
-    if cell.iterations == LONG or tuple(seeds) != SEEDS or not is_open(found):
+    if tuple(seeds) != SEEDS or not is_open(cell, found):
         return found
     return difference(cell, method, rates, (*SEEDS, *MORE_SEEDS), runs) or found

@@ -27,13 +27,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from experiments import accuracy, command, simulated_runs
+from experiments.accuracy_methods import LATE, SYNCHRONOUS
 from experiments.accuracy_runs import (
-    LATE,
     QUICK_LENGTHS,
     QUICK_SEEDS,
     SEARCHED,
     SEEDS,
-    SYNCHRONOUS,
     Cell,
     Planned,
     Rates,

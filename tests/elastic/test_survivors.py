@@ -207,8 +207,7 @@ def test_a_rank_without_a_majority_keeps_what_it_has_aside(tmp_path: Path) -> No
 
     kept.rename(checkpoints / f"iteration-{done}")
     _resume_and_end(tmp_path)
-    attempts = [json.loads(line) for line in (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()]
-    assert [one["start"] for one in attempts if "start" in one][:2] == [0, done]
+    assert [one.start for one in read_attempts(tmp_path / "run" / "attempts.jsonl")][:2] == [0, done]
 
 
 def test_what_a_rank_without_a_majority_keeps_is_what_the_ranks_have_put_in(tmp_path: Path) -> None:

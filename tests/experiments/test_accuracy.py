@@ -16,6 +16,7 @@ from torch import nn
 
 from experiments import accuracy_models
 from experiments.accuracy import FIGURE, NOT_RUN, main, message, parse, plot, tabulate
+from experiments.accuracy_methods import LATE, LOW_RANK, METHODS, SYNCHRONOUS, TRAINED, WAYS, WORKLOADS, named
 from experiments.accuracy_models import (
     WORDS,
     adapted_transformer,
@@ -25,25 +26,17 @@ from experiments.accuracy_models import (
     tied_transformer,
 )
 from experiments.accuracy_runs import (
-    LATE,
     LONG,
-    LOW_RANK,
-    METHODS,
     MORE_SEEDS,
     MOST_TRIED,
     RATE_SEEDS,
     SEARCHED,
     SEEDS,
-    SYNCHRONOUS,
-    TRAINED,
-    WAYS,
-    WORKLOADS,
     Cell,
     Difference,
     Planned,
     interval,
     lowered,
-    named,
     plan,
     searched,
 )

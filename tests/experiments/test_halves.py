@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experiments.accuracy_runs import FIRST_TRIED, RATE_SEEDS, SEARCHED, SEEDS, SYNCHRONOUS, Cell, Planned
+from experiments.accuracy_methods import SYNCHRONOUS
+from experiments.accuracy_runs import FIRST_TRIED, RATE_SEEDS, SEARCHED, SEEDS, Cell, Planned
 from experiments.halves import WAYS, WORKLOAD, Halves, WayCell, plan, row_of
 from experiments.simulated_runs import Run, loss_of
 from pipesgd.cli import parse as parse_training
