@@ -1,4 +1,4 @@
-"""What ``experiments/accuracy.py`` compares: trainings as people do them, and ways to exchange gradients."""
+"""Trainings as people do them, and ways to exchange gradients, that ``experiments/accuracy.py`` compares."""
 
 from __future__ import annotations
 
