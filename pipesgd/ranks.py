@@ -317,13 +317,15 @@ class Ranks:
         text = f"no message within {seconds:g} s from {named(numbers)}" + "".join(f"; {one}" for one in alive)
         if wrong := forged(self.store, [key.format(rank) for rank in missing]):
             text += f"; the store's value of {wrong[0]!r} is forged: somebody else overwrites it"
-        if cause is None and self._job._failure is not None:
+        if cause is not None and cause.accused is not None and self._job._watcher is not None:
+            poll(lambda: self._job._failure is not None, REPORT_GRACE_SECONDS)  # it waits for the accused
+        if (cause is None or cause.accused is not None) and self._job._failure is not None:
             raise self._job._failure
         raise (PeerFailed if cause else DeadlineExceeded)(
             rank=self.number(self.rank),
-            peer=self.number(cause[0] if cause else missing[0]),
+            peer=self.number(cause.rank if cause else missing[0]),
             operation=operation,
-            reason=cause[1] if cause else text,
+            reason=cause.text if cause else text,
             iteration=self.iteration,
         )
 

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -183,9 +182,7 @@ class Training:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the pipeline was closed after an error")  # nobody misses this training
             for strategy in self._strategies:

@@ -7,7 +7,6 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
@@ -233,9 +232,7 @@ class CompressedBuckets:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:

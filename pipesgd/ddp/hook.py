@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -196,9 +196,7 @@ class InLoop(Protocol):
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket of gradients from torch."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the pipeline because of ``error``."""
 
 

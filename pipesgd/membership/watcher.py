@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -39,6 +39,9 @@ seconds stays silent for as long again, since TCP doubles its wait whenever a re
 
 CLOSE_SECONDS = 2.0
 
+DOUBT_SECONDS = 0.8
+"""Longest wait for word of a rank that a failed one has lost; the failed one waits longer before its process ends."""
+
 ENDED_SECONDS = 0.3
 """Longest time between the loss of another connection, or of the store, and the news that a process has ended."""
 
@@ -50,27 +53,35 @@ def report_key(rank: int) -> str:
     return f"failure/{rank}"
 
 
-def root_cause(reports: Mapping[int, bytes]) -> tuple[int, str] | None:
-    """Return the rank whose failure has ended the others, and the reason, as far as the ranks' reports tell.
+class Cause(NamedTuple):
+    """Failure of a rank that has ended the others."""
+
+    rank: int
+    text: str
+    accused: int | None
+    """Rank that it has lost, and that has reported nothing: that one may be the cause, and about to say so."""
+
+
+def root_cause(reports: Mapping[int, bytes]) -> Cause | None:
+    """Return the failure that has ended the others, as far as the ranks' reports tell; no report is no bytes.
 
     A rank that has lost a peer which has failed, too, is no cause: gloo closes all connections of a rank that has
     waited in vain. Reports are JSON, [why, peer or None]; anything else counts as text. An empty text is a victim's.
     """
-    said: dict[int, tuple[str, int | None]] = {}
-    for rank, report in sorted(reports.items()):
-        value: Any = None
-        with contextlib.suppress(MalformedValue):
-            value = decode(report)
-        match value:
-            case [str(text), int(peer)]:
-                said[rank] = (text[:2000], peer)
-            case [str(text), None]:
-                said[rank] = (text[:2000], None)
-            case _:
-                said[rank] = (decode_text(report), None)
-    said = {rank: (text, peer) for rank, (text, peer) in said.items() if text}
+    said = {rank: one for rank, report in sorted(reports.items()) if (one := _why_and_peer(report))[0]}
     causes = [rank for rank, (_, peer) in said.items() if peer not in said] or list(said)
-    return (causes[0], said[causes[0]][0]) if causes else None
+    if not causes:
+        return None
+    text, peer = said[causes[0]]
+    return Cause(causes[0], text, None if peer is None or reports.get(peer) else peer)
+
+
+def _why_and_peer(report: bytes) -> tuple[str, int | None]:
+    with contextlib.suppress(MalformedValue):
+        match decode(report):
+            case [str(text), int() | None as peer]:
+                return text[:2000], peer
+    return decode_text(report), None
 
 
 def ended_text(number: int) -> str:
@@ -120,6 +131,8 @@ class Watcher:
         self._liveness = Liveness(rank, world_size, time.monotonic(), number)
         self._answered = time.monotonic()
         self._failed = False
+        self._doubted: float | None = None
+        """Time at which a rank had failed that accused another one."""
         self._stopping: tuple[str, float] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipesgd-watcher", daemon=True)
@@ -169,7 +182,7 @@ class Watcher:
 
     def _rest(self) -> None:
         """Wait for the next round, which is due at once when a process has ended."""
-        seconds = BEAT_SECONDS if self._stopping is None else BEAT_SECONDS / 10
+        seconds = BEAT_SECONDS if self._stopping is None and self._doubted is None else BEAT_SECONDS / 10
         try:
             self.neighbours.wait(seconds)
         except Exception:
@@ -189,10 +202,13 @@ class Watcher:
             reason = str(problem).split("] ", 1)[-1].split(". ")[0]
             return self._error(kind, None, "heartbeat through the store", reason)
         now = self._answered = time.monotonic()
-        if failed is not None:
-            peer, report = failed
-            return self._error(PeerFailed, peer, beat.phase, report)
         lost = self._liveness.lost(now, self._standing.longest_silence)
+        if failed is not None:
+            accused = {rank: s for rank, s in self._liveness.silent(now).items() if rank == failed.accused}
+            self._doubted = self._doubted or now
+            if not accused and (failed.accused in (None, self._rank) or now - self._doubted >= DOUBT_SECONDS):
+                return self._error(PeerFailed, failed.rank, beat.phase, failed.text)
+            lost = accused or lost
         if lost:
             silent = self._liveness.silent(now)
             if 1 < len(silent) == self._world_size - 1:  # more likely this rank is cut off: accuse nobody
@@ -204,8 +220,8 @@ class Watcher:
             self._on_stall(line)
         return None
 
-    def _meet(self, store: dist.Store, beat: Beat) -> tuple[int, str] | None:
-        """Do one round through the store; return a rank that has failed and why, if there is one."""
+    def _meet(self, store: dist.Store, beat: Beat) -> Cause | None:
+        """Do one round through the store; return the failure of another rank, if there is one."""
         store.set(f"beat/{self._rank}", beat.encode())
         self.neighbours.meet(store)
         for rank in self.neighbours.ended:

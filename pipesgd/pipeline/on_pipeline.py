@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from pipesgd.errors import UserInputError, named
@@ -168,8 +167,6 @@ class OnPipeline(Strategy):
         """
         self.pipeline.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.pipeline.error = self.pipeline.error or error
         self.close()

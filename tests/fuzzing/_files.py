@@ -38,8 +38,7 @@ from pipesgd.run.state import RunState
 from tests.fuzzing._cases import Target, absurd_number
 from tests.fuzzing._mutations import NASTY_JSON, damaged, damaged_text, nested
 from tests.fuzzing._words import try_timing_model
-from timing_model.cluster_profile import Profile
-from timing_model.measured import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
+from tests.timing_model._profiles import PROFILE
 
 # ---- Cluster profiles
 
@@ -61,48 +60,8 @@ JOBS = (
 @functools.cache
 def whole_profile(folder: Path) -> str:
     """Return the text of a cluster.toml, of a cluster that nobody has."""
-
-    def about(value: float) -> Estimate:
-        return Estimate(value, 0.95 * value, 1.1 * value)
-
-    link = LinkProfile(alpha=about(5e-5), beta=about(8e-8), gamma=about(1e-10), sync=about(1e-4))
-    rates = CodecRates(encode=about(6e-10), decode=about(6e-10), add=about(6e-10), hop=about(12e-10))
-    compute = ComputeProfile(
-        model="mlp",
-        batch_size=512,
-        tensors=(784_000, 1000, 10_000, 10),
-        samples=60_000,
-        forward=about(0.02),
-        backward=about(0.04),
-        update=about(0.005),
-        late_update=about(0.006),
-        compute_slowdown=about(0.1),
-        codec_compute_slowdown=about(0.15),
-        late_handover=about(0.002),
-        cv=0.02,
-        persistence=about(0.5),
-        comm_cv=about(0.1),
-        slow_ranks=(1.31,),
-    )
-    measured = Calibrated(
-        world_sizes=(2, 3, 4),
-        smallest_bytes=1024,
-        largest_bytes=1 << 25,
-        residuals={"ring": 0.012, "ps-sync": 0.04},
-        ranks_per_core=1.0,
-    )
-    codec = CodecProfile(bits=8.25, call=about(2e-6), rates=rates)
-    profile = Profile(
-        provenance={"created": "2026-01-01T00:00:00Z"},
-        calibrated=measured,
-        link=link,
-        links={"ps-sync": link},
-        codecs={"int8": codec},
-        sharing=about(0.5),
-        compute=(compute,),
-    )
     path = folder / "whole.toml"
-    profile.save(path)
+    PROFILE.save(path)
     return path.read_text(encoding="utf-8")
 
 

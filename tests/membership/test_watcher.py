@@ -43,15 +43,18 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watcher, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(heartbeat, "SHORTEST_SILENCE", 0.5)
+    monkeypatch.setattr(watcher, "DOUBT_SECONDS", 1.0)
 
 
 @pytest.mark.parametrize(
     ("reports", "cause"),
     [
-        ({0: '["closed", 2]', 1: "", 2: '["no answer", 1]'}, (2, "no answer")),  # rank 1 hangs, gloo closes rank 2's
-        ({0: '["", null]', 1: '["the disk is full", null]'}, (1, "the disk is full")),
-        ({0: '["closed", 1]', 1: '["closed", 0]'}, (0, "closed")),
-        ({1: "no JSON"}, (1, "no JSON")),
+        ({0: '["closed", 2]', 1: "", 2: '["no answer", 1]'}, (2, "no answer", 1)),  # rank 1 hangs, gloo closes rank 2's
+        ({0: '["", null]', 1: '["the disk is full", null]'}, (1, "the disk is full", None)),
+        ({0: '["closed", 1]', 1: '["closed", 0]'}, (0, "closed", None)),
+        ({0: '["closed", 1]', 1: '["", 0]'}, (0, "closed", None)),
+        ({0: '["closed", 1]'}, (0, "closed", 1)),
+        ({1: "no JSON"}, (1, "no JSON", None)),
         ({0: "", 1: '["", 0]'}, None),
     ],
 )
@@ -116,6 +119,44 @@ def test_a_rank_that_another_ones_failure_has_ended_is_not_taken_for_the_cause(w
     job.ranks[1].report("rank 1: the disk is full")
     job.watch(2)
     assert job.error(2).peer == 1
+
+
+def test_a_rank_that_has_lost_a_silent_one_is_not_taken_for_the_cause(watching: Any) -> None:
+    """Its receive may end before the silence shows: it used to be named in place of the stopped rank."""
+    job = watching(3, 30.0)
+    job.watch(0, 1)
+    job.ranks[0].report("rank 0: receive with rank 2 failed", 2)
+    error = job.error(1)
+    assert (type(error), error.peer) == (DeadlineExceeded, 2)
+    assert "no heartbeat from rank 2 for" in str(error)
+
+
+def test_a_rank_that_others_have_lost_is_heard_first(watching: Any) -> None:
+    """A rank may close its connections before it has said why it fails."""
+    job = watching(3, 30.0)
+    job.watch(0, 1, 2)
+    job.ranks[0].report("rank 0: receive with rank 2 failed", 2)
+    job.ranks[2].report("rank 2: the disk is full")
+    assert (error := job.error(1)).peer == 2
+    assert "the disk is full" in str(error)
+
+
+def test_a_rank_that_others_have_lost_and_that_is_well_is_not_named(watching: Any) -> None:
+    job = watching(3, 30.0)
+    job.watch(0, 1, 2)
+    job.ranks[0].report("rank 0: receive with rank 2 failed", 2)
+    assert [job.error(rank).peer for rank in (1, 2)] == [0, 0]
+
+
+def test_an_exchange_waits_until_it_is_known_which_rank_has_failed(
+    watching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.8)  # the failure is known earlier
+    job = watching(3, 30.0)
+    job.watch(0, 1)
+    job.ranks[0].report("rank 0: receive with rank 2 failed", 2)
+    with pytest.raises(DeadlineExceeded, match="no heartbeat from rank 2 for"):
+        job.ranks[1].all_gather_object("a value", None)
 
 
 def test_a_rank_without_heartbeats_is_named_by_all_the_others(watching: Any) -> None:

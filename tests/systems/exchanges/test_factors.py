@@ -29,7 +29,6 @@ from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.exchanges import Exchanges
 from pipesgd.pipeline.true_weights_hooks import OutsideOfGraphs
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.make import check_eligible
 from pipesgd.replicas import weights_sha256
 from pipesgd.sections import Wire
 from pipesgd.systems.exchanges.factor_hooks import FactorHooks, Factors, smallest_error, unit_roundoff
@@ -301,24 +300,6 @@ def test_linear_layers_are_found_unless_another_kind_of_layer_shares_their_weigh
     assert FactorsReducer.weights(nn.Linear(2, 2).half()) == []
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     assert FactorsReducer.weights(normed) == []
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_model_without_a_linear_layer_to_train_is_refused(frozen: bool) -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)) if frozen else nn.Sequential(nn.Embedding(3, 2))
-    if frozen:
-        model[0].requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for check in (
-        lambda: check_eligible("factors", model, trained),
-        lambda: Pipelined(model, torch.optim.SGD(trained, lr=0.1), wire=Wire(reduce="factors")),
-    ):
-        with pytest.raises(UserInputError) as refused:
-            check()
-        assert str(refused.value) == (
-            "reduce must be matrix unless a torch.nn.Linear is trained that shares its weight with no layer of another "
-            "kind, in float32, float64 or bfloat16; got factors"
-        )
 
 
 def test_linear_layers_are_a_bucket_between_the_others_and_the_embeddings() -> None:

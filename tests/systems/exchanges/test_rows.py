@@ -206,22 +206,31 @@ def test_more_rows_than_an_index_can_name_are_refused() -> None:
         RowsReducer.weights(model)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_model_without_an_embedding_to_train_is_refused(frozen: bool) -> None:
-    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)) if frozen else nn.Sequential(nn.Linear(2, 2))
-    if frozen:
-        model[0].requires_grad_(False)
+NO_EMBEDDING = "torch.nn.Embedding is trained that shares its weights with no other layer"
+NO_LINEAR = (
+    "torch.nn.Linear is trained that shares its weight with no layer of another kind, in float32, float64 or bfloat16"
+)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "layers", "missing"),
+    [
+        ("rows", [nn.Linear(2, 2)], NO_EMBEDDING),
+        ("rows", [nn.Embedding(3, 2).requires_grad_(False), nn.Linear(2, 2)], NO_EMBEDDING),
+        ("factors", [nn.Embedding(3, 2)], NO_LINEAR),
+        ("factors", [nn.Linear(3, 2).requires_grad_(False), nn.LayerNorm(2)], NO_LINEAR),
+    ],
+)
+def test_a_model_without_a_layer_to_train_is_refused(reduce: str, layers: list[nn.Module], missing: str) -> None:
+    model = nn.Sequential(*layers)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for check in (
-        lambda: check_eligible("rows", model, trained),
-        lambda: Pipelined(model, torch.optim.SGD(trained, lr=0.1), wire=Wire(reduce="rows")),
+        lambda: check_eligible(reduce, model, trained),
+        lambda: Pipelined(model, torch.optim.SGD(trained, lr=0.1), wire=Wire(reduce=reduce)),
     ):
         with pytest.raises(UserInputError) as refused:
             check()
-        assert str(refused.value) == (
-            "reduce must be matrix unless a torch.nn.Embedding is trained that shares its weights with no other layer; "
-            "got rows"
-        )
+        assert str(refused.value) == f"reduce must be matrix unless a {missing}; got {reduce}"
 
 
 def test_embeddings_are_the_last_bucket_in_addition_to_the_others() -> None:
