@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ITERATIONS = 100
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(20))
 def test_weights_are_those_of_a_replay(tmp_path: Path, seed: int) -> None:
     forked_ranks.import_all()
     chance = random.Random(seed)
