@@ -63,8 +63,8 @@ LOOK_SECONDS = 1.0
 SPEECH_SECONDS = 5.0
 """Seconds that a rank that exits waits for the others to say why they do."""
 
-REPORT_GRACE_SECONDS = 2.0
-"""Seconds that a failing rank waits for the others' reports before it names the silent ones."""
+REPORT_GRACE_SECONDS = 3.0
+"""Seconds that a failing rank waits for the others' reports, which may first wait for those of others yet."""
 
 
 @dataclass(eq=False)
@@ -317,9 +317,11 @@ class Ranks:
         text = f"no message within {seconds:g} s from {named(numbers)}" + "".join(f"; {one}" for one in alive)
         if wrong := forged(self.store, [key.format(rank) for rank in missing]):
             text += f"; the store's value of {wrong[0]!r} is forged: somebody else overwrites it"
-        if cause is not None and cause.accused is not None and self._job._watcher is not None:
+        if cause is not None and cause.accused not in (None, self._job.rank) and self._job._watcher is not None:
             poll(lambda: self._job._failure is not None, REPORT_GRACE_SECONDS)  # it waits for the accused
-        if (cause is None or cause.accused is not None) and self._job._failure is not None:
+            if getattr(self._job._failure, "peer", None) is not None:
+                cause = None
+        if cause is None and self._job._failure is not None:
             raise self._job._failure
         raise (PeerFailed if cause else DeadlineExceeded)(
             rank=self.number(self.rank),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from pipesgd.data.loading import Batches
@@ -132,9 +131,7 @@ class ElasticRun(Run):
             if ranks.record.members == before.members:
                 return written
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         is_alone = self._ranks.members.why_alone is not None
         if is_alone or isinstance(error, LeftBehind):  # the records are the others' now, who may share the disk
             self._ranks.standing.last_words = None

@@ -39,8 +39,8 @@ seconds stays silent for as long again, since TCP doubles its wait whenever a re
 
 CLOSE_SECONDS = 2.0
 
-DOUBT_SECONDS = 0.8
-"""Longest wait for word of a rank that a failed one has lost; the failed one waits longer before its process ends."""
+DOUBT_SECONDS = 0.5
+"""Longest wait for word of a rank that a failed one has lost."""
 
 ENDED_SECONDS = 0.3
 """Longest time between the loss of another connection, or of the store, and the news that a process has ended."""
@@ -62,14 +62,16 @@ class Cause(NamedTuple):
     """Rank that it has lost, and that has reported nothing: that one may be the cause, and about to say so."""
 
 
-def root_cause(reports: Mapping[int, bytes]) -> Cause | None:
+def root_cause(reports: Mapping[int, bytes], first: int | None = None) -> Cause | None:
     """Return the failure that has ended the others, as far as the ranks' reports tell; no report is no bytes.
 
     A rank that has lost a peer which has failed, too, is no cause: gloo closes all connections of a rank that has
-    waited in vain. Reports are JSON, [why, peer or None]; anything else counts as text. An empty text is a victim's.
+    waited in vain. Of ranks that accuse each other it is the one known to be the ``first``, or that of lowest number.
+    Reports are JSON, [why, peer or None]; anything else counts as text. An empty text is a victim's.
     """
     said = {rank: one for rank, report in sorted(reports.items()) if (one := _why_and_peer(report))[0]}
-    causes = [rank for rank, (_, peer) in said.items() if peer not in said] or list(said)
+    causes = [rank for rank, (_, peer) in said.items() if peer not in said]
+    causes = causes or [rank for rank in (first, *said) if rank in said]
     if not causes:
         return None
     text, peer = said[causes[0]]
@@ -131,8 +133,8 @@ class Watcher:
         self._liveness = Liveness(rank, world_size, time.monotonic(), number)
         self._answered = time.monotonic()
         self._failed = False
-        self._doubted: float | None = None
-        """Time at which a rank had failed that accused another one."""
+        self._doubted: tuple[int, float] | None = None
+        """Failed rank that accuses another one, which has not spoken, and the time at which this was found."""
         self._stopping: tuple[str, float] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipesgd-watcher", daemon=True)
@@ -204,11 +206,14 @@ class Watcher:
         now = self._answered = time.monotonic()
         lost = self._liveness.lost(now, self._standing.longest_silence)
         if failed is not None:
-            accused = {rank: s for rank, s in self._liveness.silent(now).items() if rank == failed.accused}
-            self._doubted = self._doubted or now
-            if not accused and (failed.accused in (None, self._rank) or now - self._doubted >= DOUBT_SECONDS):
+            lost = {rank: seconds for rank, seconds in self._liveness.silent(now).items() if rank == failed.accused}
+            if not lost and failed.accused not in (None, self._rank):
+                self._doubted = self._doubted or (failed.rank, now)
+                if now - self._doubted[1] < DOUBT_SECONDS:
+                    return None
+            self._doubted = None
+            if not lost:
                 return self._error(PeerFailed, failed.rank, beat.phase, failed.text)
-            lost = accused or lost
         if lost:
             silent = self._liveness.silent(now)
             if 1 < len(silent) == self._world_size - 1:  # more likely this rank is cut off: accuse nobody
@@ -250,7 +255,8 @@ class Watcher:
         reports = present(store, [report_key(rank) for rank in range(self._world_size)])
         if report_key(self._rank) in reports:  # this rank has failed itself
             return None
-        return root_cause({rank: reports.get(report_key(rank), b"") for rank in range(self._world_size)})
+        first = None if self._doubted is None else self._doubted[0]
+        return root_cause({rank: reports.get(report_key(rank), b"") for rank in range(self._world_size)}, first)
 
     def _say_farewell(self, store: dist.Store) -> None:
         """Agree with the others on where to stop, once a rank got a signal: see ``Farewell``."""

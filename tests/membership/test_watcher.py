@@ -62,6 +62,11 @@ def test_the_cause_is_a_rank_that_has_not_lost_another_failed_one(reports: Any, 
     assert watcher.root_cause({rank: text.encode() for rank, text in reports.items()}) == cause
 
 
+def test_of_ranks_that_accuse_each_other_it_is_the_first_one() -> None:
+    reports = {0: b'["closed", 1]', 1: b'["no answer", 0]'}
+    assert [watcher.root_cause(reports, first) for first in (1, 2)] == [(1, "no answer", None), (0, "closed", None)]
+
+
 class Watching:
     """A job's ranks in one process, each with its own watcher."""
 
