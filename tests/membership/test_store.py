@@ -70,7 +70,7 @@ def test_a_report_does_not_hold_up_the_line_of_the_rank_that_failed(hanging: Han
     reporting = threading.Thread(target=report, daemon=True)
     reporting.start()
     reporting.join(30.0)
-    assert [str(one) for one in found] == ["the store that the ranks share has not answered within 2 s"]
+    assert [str(one) for one in found] == ["the store that the ranks share has not answered within 3 s"]
 
 
 def test_an_exchange_through_a_hanging_store_is_an_error_of_one_line(hanging: Hanging) -> None:
