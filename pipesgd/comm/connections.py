@@ -157,6 +157,15 @@ class Connections:
         """End the connections; the collectives cannot be used any more."""
         self._links.close()
 
+    def meanwhile(self, do: Callable[[], None]) -> None:
+        """Let ``do`` be called whenever a sum is about to wait for a message, while others are on their way."""
+
+        def both() -> None:
+            do()
+            self._headers.check()
+
+        self._transport.before_waits = both
+
     def all_reduce(self, codec: Codec | None = None) -> AllReduce:
         """Return the all-reduce with this codec on the wire; exact without one.
 

@@ -284,7 +284,7 @@ class TcpLinks:
         self._forget = ranks.at_goodbye(self.say_goodbye)
 
     def control(self, before_sends: Callable[[int], None]) -> TcpTransport:
-        return TcpTransport(self, None, before_sends)
+        return TcpTransport(self, lambda: None, before_sends)
 
     def messages(self, before_waits: Callable[[], None], before_sends: Callable[[int], None]) -> TcpTransport:
         return TcpTransport(self, before_waits, before_sends)
@@ -446,13 +446,13 @@ class TcpLinks:
 class TcpTransport(CountedTransport):
     """Transport over the connections of ``links``, which all transports of these share, in the order of their calls."""
 
-    def __init__(self, links: TcpLinks, before_waits: Callable[[], None] | None, before_sends: Callable[[int], None]):
+    def __init__(self, links: TcpLinks, before_waits: Callable[[], None], before_sends: Callable[[int], None]):
         super().__init__(links.rank, links.world_size, 0, before_sends)
         self._links = links
-        self._before_waits = before_waits
+        self.before_waits = before_waits
 
     def _begin(self, tensor: Tensor, peer: int, operation: str, *, outgoing: bool) -> Pending:
-        return self._links.begin(tensor, peer, self.tag, operation, self._before_waits, outgoing=outgoing)
+        return self._links.begin(tensor, peer, self.tag, operation, self.before_waits, outgoing=outgoing)
 
 
 def wrap_of(transport: str, ranks: Ranks) -> Wrap | None:

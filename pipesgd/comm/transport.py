@@ -61,6 +61,8 @@ class Tagged(Transport, Protocol):
     """A transport whose messages bear a tag, and which takes only messages with the tag that it has now."""
 
     tag: int
+    before_waits: Callable[[], None]
+    """Function called before each wait for a message."""
 
 
 class Links(Protocol):
@@ -146,7 +148,7 @@ class TorchTransport(CountedTransport):
         self._sends: Counter[int] = Counter()  # so far, to each rank
         self._receives: Counter[int] = Counter()
         self._timeout = timeout
-        self._before_waits = before_waits
+        self.before_waits = before_waits
 
     def _next(self, messages: Counter[int], peer: int) -> dist.ProcessGroup:
         messages[peer] += 1
@@ -158,7 +160,7 @@ class TorchTransport(CountedTransport):
             work = (group.send if outgoing else group.recv)([tensor], peer, self.tag)
         except RuntimeError as failure:
             raise lost(failure, self.rank, peer, operation, self._timeout) from failure
-        return _TorchPending(work, self.rank, peer, operation, self._timeout, self._before_waits)
+        return _TorchPending(work, self.rank, peer, operation, self._timeout, self.before_waits)
 
 
 class _TorchPending:

@@ -61,6 +61,8 @@ class ElasticFlight(Flight[Known]):
     def _make_thread(self) -> CommunicationThread:
         self.copies = Undo()
         """Copies of a bucket, and of what was left out of sums before, until it is summed."""
+        self.due: tuple[int, list[Tensor]] | None = None
+        """Number of the bucket, and what is to be copied, which is done while the first messages travel."""
         self.results: dict[int, list[Tensor]] = {}
         """Newest result of each bucket, by the bucket's number."""
         self.at: _Bucket | None = None
@@ -99,9 +101,22 @@ class ElasticFlight(Flight[Known]):
             assert isinstance(self.reducer, DenseReducer), "others were refused"
             self._is_connected = True
         self.ranks.units.abort = self.connections.abort
+        if ranks.world_size > 1:
+            self.connections.meanwhile(self.keep_what_is_due)
         if ranks.world_size == 1 and (left_out := self.reducer.state_dict()["residuals"]):
             self._handed_over.append(dict(enumerate(left_out)))
             self.reducer.load_state_dict({"residuals": []})
+
+    def keep_what_is_due(self) -> None:
+        """Copy what a sum is about to change, unless this was done."""
+        if self.due is not None:
+            self.copies.keep(*self.due)
+            self.due = None
+
+    def end_copies(self, *, put_back: bool) -> None:
+        """Put back what a sum has changed, or leave it."""
+        self.due = None
+        self.copies.end(put_back=put_back)
 
     def next_outgoing(self, iteration: int) -> Outgoing:
         self._take_what_was_handed_over()
@@ -261,17 +276,20 @@ class _Bucket:
         """Number of iterations whose means are there with this one; None if it is not the last one of a gradient."""
         self._is_alone = flight.connections.ranks.world_size == 1
         if not self._is_alone:  # else nobody is left who could be lost
-            flight.copies.keep(number, [*self._bucket.flats, *flight.reducer.state(self._bucket)])
+            state = flight.reducer.state(self._bucket)
+            flight.due = number, [*self._bucket.flats, *state]
+            if state or any(flat.dtype == torch.float16 for flat in self._bucket.flats):
+                flight.keep_what_is_due()  # these change before the first message is waited for
 
     def put_back(self) -> None:
         """Put back the bucket, and what was left out of sums before."""
-        self._flight.copies.end(put_back=True)
+        self._flight.end_copies(put_back=True)
         del self._outgoing.norms[self._norms_before :]
 
     def result(self, value: Any) -> Result:
         """Return the result as it travels: a copy of the encoded sum, norms, and the report of the last bucket."""
         flight = self._flight
-        flight.copies.end(put_back=False)
+        flight.end_copies(put_back=False)
         text: list[Any] = [self._outgoing.norms[self._norms_before :]]
         if isinstance(value, Reduction):
             text += [value.finite, value.norm]
@@ -288,7 +306,7 @@ class _Bucket:
     def take(self, result: Result) -> Reduction | None:
         """Take the mean that another member has, after this one has encoded its part of it."""
         flight, outgoing = self._flight, self._outgoing
-        flight.copies.end(put_back=False)  # whoever completes a ring knows that all have encoded all they had to
+        flight.end_copies(put_back=False)  # whoever completes a ring knows that all have encoded all they had to
         norms, *report = result.text
         ranks = flight.connections.ranks.world_size
         flight.reducer.take_result(self._bucket, [_tensor_of(part).to(flight.device) for part in result.parts], ranks)
