@@ -31,6 +31,10 @@ from pipesgd.strategy import Comparison, Span
 
 T = TypeVar("T")
 
+LEAVE_VALUES = ("int8", "int4")
+"""Codecs that, without residuals, leave the values as they are when they encode the first message. Exact sums are
+received where the values are, and codecs of one's own may overwrite them."""
+
 
 class ElasticFlight(Flight[Known]):
     """Gradients on their way between members of which some may be lost; see ``Flight``.
@@ -99,6 +103,7 @@ class ElasticFlight(Flight[Known]):
         else:
             super()._connect(ranks)
             assert isinstance(self.reducer, DenseReducer), "others were refused"
+            self.codec = self._codec.codec
             self._is_connected = True
         self.ranks.units.abort = self.connections.abort
         if ranks.world_size > 1:
@@ -278,8 +283,9 @@ class _Bucket:
         if not self._is_alone:  # else nobody is left who could be lost
             state = flight.reducer.state(self._bucket)
             flight.due = number, [*self._bucket.flats, *state]
-            if state or any(flat.dtype == torch.float16 for flat in self._bucket.flats):
-                flight.keep_what_is_due()  # these change before the first message is waited for
+            is_halved = any(flat.dtype == torch.float16 for flat in self._bucket.flats)  # shares of a mean are summed
+            if state or is_halved or flight.codec not in LEAVE_VALUES:
+                flight.keep_what_is_due()  # these may change before the first message is waited for
 
     def put_back(self) -> None:
         """Put back the bucket, and what was left out of sums before."""

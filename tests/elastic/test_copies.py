@@ -8,16 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from pipesgd.elastic.flight import ElasticFlight, _Bucket
+from pipesgd.codecs.options import codec_named
+from pipesgd.elastic.flight import LEAVE_VALUES, ElasticFlight, _Bucket
 from pipesgd.reducers.base import Undo
 
 
 @pytest.mark.parametrize(
-    ("dtype", "left_out", "at_once"),
-    [(torch.float32, [], False), (torch.bfloat16, [], False), (torch.float16, [], True), (torch.float32, [7.0], True)],
+    ("dtype", "codec", "left_out", "at_once"),
+    [
+        (torch.float32, "int8", [], False),
+        (torch.bfloat16, "int4", [], False),
+        (torch.float16, "int8", [], True),
+        (torch.float32, "int4", [7.0], True),
+        (torch.float32, "fp32", [], True),
+        (torch.float32, "module:Own", [], True),
+    ],
 )
 def test_what_changes_before_the_first_message_arrives_is_copied_before(
-    dtype: torch.dtype, left_out: list[float], at_once: bool
+    dtype: torch.dtype, codec: str, left_out: list[float], at_once: bool
 ) -> None:
     values, state = torch.ones(3, dtype=dtype), [torch.tensor(left_out)] if left_out else []
     flight: Any = SimpleNamespace(
@@ -25,6 +33,7 @@ def test_what_changes_before_the_first_message_arrives_is_copied_before(
         reducer=SimpleNamespace(state=lambda bucket: state),
         copies=Undo(),
         due=None,
+        codec=codec,
     )
     flight.keep_what_is_due = lambda: ElasticFlight.keep_what_is_due(flight)
     flight.end_copies = lambda *, put_back: ElasticFlight.end_copies(flight, put_back=put_back)
@@ -36,3 +45,13 @@ def test_what_changes_before_the_first_message_arrives_is_copied_before(
         one.zero_()
     bucket.put_back()
     assert [one.tolist() for one in (values, *state)] == [[1.0] * 3, *([left_out] if left_out else [])]
+
+
+@pytest.mark.parametrize("name", LEAVE_VALUES)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_values_stay_when_the_first_message_is_encoded(name: str, rounding: str) -> None:
+    codec = codec_named(name, rounding=rounding).make()
+    values = torch.randn(3 * codec.block + 1, generator=torch.Generator().manual_seed(1))
+    before = values.clone()
+    codec.encode(values, None, torch.empty(codec.wire_bytes(values.numel()), dtype=torch.uint8), key=7)
+    assert values.equal(before)

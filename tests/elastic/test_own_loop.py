@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pipesgd
 from experiments.forked_ranks import fork_rank, store
 from pipesgd import elastic, replicas
+from pipesgd.codecs.base import FusedCodec
 from pipesgd.ddp import attach
 from pipesgd.elastic.missed import is_missed
 from pipesgd.elastic.ranks import ElasticRanks
@@ -147,6 +148,30 @@ def test_a_mean_is_of_those_who_remain(tmp_path: Path, when: str) -> None:
     assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
     means = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2)]
     assert means == [[1.0], [1.0]]
+
+
+def _sum_after_a_loss(folder: Path, wire: pipesgd.Wire) -> None:
+    """Rank 1 is lost when it has sent a part of its gradient, which is its number plus 1, and got one."""
+    ranks = elastic.join(least=2)
+    model = nn.Linear(4000, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if ranks.rank == KILLED:
+        FusedCodec.decode_add_encode = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire, width=1, codec="int8") as pipeline:
+        for _ in ranks.iterations(1):
+            model(torch.full((1, 4000), ranks.rank + 1.0)).sum().backward()
+            pipeline.step()
+    (folder / f"{ranks.number(ranks.rank)}.json").write_text(json.dumps(model.weight[0].tolist()), encoding="utf-8")
+
+
+def test_a_sum_that_was_interrupted_is_of_the_gradients_as_they_were(tmp_path: Path) -> None:
+    """Each rank's bucket is copied before the sum changes it."""
+    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _sum_after_a_loss)
+    assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
+    for rank in (0, 2):
+        weights = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert weights == pytest.approx([-2.0] * 4000)
 
 
 # ---- Without a majority
