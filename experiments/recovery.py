@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from rich.console import Console
@@ -131,17 +131,25 @@ def commands(way: str, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
     return [(start, {"RANK": str(rank)}) for rank in range(RANKS)]
 
 
-@contextlib.contextmanager
-def lighthouse_of(way: str) -> Iterator[dict[str, str]]:
-    """Give the environment variable that names torchft's lighthouse, which this process is, if there is to be one."""
-    if way != TORCHFT:
-        yield {}
-        return
+def serve_lighthouse() -> None:
+    """Be torchft's lighthouse: say at which port, and serve until the input ends."""
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=RANKS - 1)
-    yield {LIGHTHOUSE: f"http://127.0.0.1:{server.address().rpartition(':')[2]}"}
-    server.shutdown()
+    print(server.address().rpartition(":")[2], flush=True)
+    sys.stdin.read()
+
+
+@contextlib.contextmanager
+def lighthouse_of(way: str, log: IO[str]) -> Iterator[dict[str, str]]:
+    """Give the environment variable that names torchft's lighthouse, which is started if there is to be one."""
+    if way != TORCHFT:
+        yield {}
+        return
+    words = [sys.executable, "-c", f"from experiments.{NAME} import serve_lighthouse; serve_lighthouse()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+        assert process.stdout is not None
+        yield {LIGHTHOUSE: f"http://127.0.0.1:{process.stdout.readline().strip()}"}
 
 
 @contextlib.contextmanager
@@ -150,7 +158,7 @@ def started(way: str, folder: Path) -> Iterator[Path]:
     file = folder / "stamps"
     file.touch()
     processes = []
-    with lighthouse_of(way) as variables, (folder / "log").open("w", encoding="utf-8") as log:
+    with (folder / "log").open("w", encoding="utf-8") as log, lighthouse_of(way, log) as variables:
         try:
             for words, own in commands(way, folder):
                 environment = {**os.environ, STAMPS: str(file), **variables, **own}

@@ -5,9 +5,10 @@
 
 Three ranks on this machine's loopback, forked from this process, train with checkpoints and evaluations. Each minute
 their descriptors, threads and private memory are counted. Those of the last third of the minutes are compared with
-those of the second third, since a rank takes more in its first minutes. A transport that is finished is kept in
-runs/soak.json, and the run of one that was interrupted is resumed by the same command. Exit code 1 if a rank has more
-descriptors or threads, or more memory than by 5 MB, or if the job ends by itself.
+those of the second third, since a rank takes more in its first minutes: medians of the memory, and the least of the
+others, since threads come and go (each heartbeat has one for a moment), but a leak does not. A transport that is
+finished is kept in runs/soak.json, and the run of one that was interrupted is resumed by the same command. Exit code 1
+if a rank has more descriptors or threads, or more memory than by 5 MB, or if the job ends by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import signal
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -108,15 +109,13 @@ def soaked(transport: str, minutes: float, every: float, advance: Any) -> Soaked
     return Soaked(transport=transport, seconds=seconds, problem=problem, **looks)
 
 
-def growth(looks: Sequence[Sequence[int]]) -> float:
-    """Return by how much the median of the last third of the ``looks`` is above that of the second, at most of a rank.
-
-    >>> growth([[1, 1], [2, 3], [2, 5]])
-    2
-    """
+def growth(found: Soaked, name: str) -> float:
+    """Return by how much this count of the last third of the looks is above that of the second, at most of a rank."""
+    looks: list[list[int]] = getattr(found, name)
     third = max(1, len(looks) // 3)
     second, last = looks[third : 2 * third] or looks[-1:], looks[-third:]
-    return max(median(row[rank] for row in last) - median(row[rank] for row in second) for rank in range(len(looks[0])))
+    of: Callable[[list[int]], float] = median if name == "bytes" else min
+    return max(of([row[rank] for row in last]) - of([row[rank] for row in second]) for rank in range(len(looks[0])))
 
 
 def grown(found: Soaked) -> str:
@@ -124,7 +123,7 @@ def grown(found: Soaked) -> str:
     if found.problem:
         return found.problem
     most = {"descriptors": 0, "threads": 0, "bytes": MOST_BYTES}
-    return ", ".join(f"{by:g} {name} more" for name in COUNTS if (by := growth(getattr(found, name))) > most[name])
+    return ", ".join(f"{by:g} {name} more" for name in COUNTS if (by := growth(found, name)) > most[name])
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
@@ -161,7 +160,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     command.show(
         "Growth from the second to the last third of the time, of the rank with the most",
         [
-            {"": one.transport, **{name: f"{growth(getattr(one, name)):g}" for name in COUNTS}, "end": one.problem}
+            {"": one.transport, **{name: f"{growth(one, name):g}" for name in COUNTS}, "end": one.problem}
             for one in found
             if one.seconds
         ],

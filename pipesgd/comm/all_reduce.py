@@ -94,7 +94,7 @@ class _Event:
     """True if the values are the final sum after this event."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
     """Operations on buffers of one kind, segment by segment, and the memory for them."""
 
@@ -210,16 +210,20 @@ class ScheduledAllReduce:
     def wire_bytes(self, flat: Tensor) -> int:
         return self._plan(flat).wire_bytes
 
-    def encoded_sum(self, flat: Tensor) -> Tensor:
+    def take_encoded_sum(self, flat: Tensor, spare: Tensor | None) -> Tensor:
         """Return the bytes that all ranks have decoded the last sum of a buffer like ``flat`` from, uint8.
 
-        They are there until the next sum. An exact sum is its own encoding, and is not asked for here.
+        The next sum uses other memory: ``spare``, if there is any like it. An exact sum is its own encoding, and is not
+        asked for here.
         """
         assert not self._codec.in_place
-        return self._plan(flat).wire
+        plan = self._plan(flat)
+        taken = plan.wire
+        plan.wire = torch.empty_like(taken) if spare is None or spare.shape != taken.shape else spare
+        return taken
 
     def decode_sum(self, encoded: Tensor, flat: Tensor) -> None:
-        """Replace ``flat`` by the sum that another rank has of it, given what its ``encoded_sum`` has returned."""
+        """Replace ``flat`` by the sum that another rank has of it, given what its ``take_encoded_sum`` has returned."""
         for event in self._plan(flat).events:
             if event.last:
                 self._codec.decode(encoded[event.segment.wire], flat[event.segment.values])

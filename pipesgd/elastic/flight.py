@@ -293,7 +293,7 @@ class _Bucket:
         del self._outgoing.norms[self._norms_before :]
 
     def result(self, value: Any) -> Result:
-        """Return the result as it travels: a copy of the encoded sum, norms, and the report of the last bucket."""
+        """Return the result as it travels: the encoded sum, norms, and the report of the last bucket."""
         flight = self._flight
         flight.end_copies(put_back=False)
         text: list[Any] = [self._outgoing.norms[self._norms_before :]]
@@ -301,12 +301,8 @@ class _Bucket:
             text += [value.finite, value.norm]
         if self._is_alone:
             return Result(text)
-        found = flight.reducer.result(self._bucket)
-        kept = flight.results.get(self._number)
-        if kept is None or [one.shape for one in kept] != [one.shape for one in found]:
-            kept = flight.results[self._number] = [torch.empty_like(one) for one in found]
-        for target, origin in zip(kept, found, strict=True):
-            target.copy_(origin)
+        kept = flight.reducer.result(self._bucket, flight.results.get(self._number, ()))
+        flight.results[self._number] = kept
         return Result(text, [_bytes_of(one) for one in kept])
 
     def take(self, result: Result) -> Reduction | None:

@@ -63,13 +63,16 @@ class DenseReducer:
             self._residuals[number] = torch.zeros_like(self._float32(number, flats[number]))
         return [self._residuals[number] for number in flats]
 
-    def result(self, buffer: FlatBuffer) -> list[Tensor]:
-        """Return what the other ranks have the mean in ``buffer`` from, not copies, uint8: it is there until the next
-        sum. Exact sums have the mean itself."""
+    def result(self, buffer: FlatBuffer, before: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the other ranks have the mean in ``buffer`` from, uint8. Exact sums have the mean itself.
+
+        The memory of the result ``before`` is used again, if there is one.
+        """
+        spares: Sequence[Tensor | None] = before or [None] * len(buffer.flats)
         if self._exact:
-            return [flat.view(torch.uint8) for flat in buffer.flats]
-        flats = enumerate(buffer.flats, buffer.first)
-        return [self._scheduled.encoded_sum(self._float32(number, flat)) for number, flat in flats]
+            return [_copied(flat.view(torch.uint8), spare) for flat, spare in zip(buffer.flats, spares, strict=True)]
+        own = [self._float32(number, flat) for number, flat in enumerate(buffer.flats, buffer.first)]
+        return [self._scheduled.take_encoded_sum(flat, spare) for flat, spare in zip(own, spares, strict=True)]
 
     def take_result(self, buffer: FlatBuffer, result: Sequence[Tensor], world_size: int) -> None:
         """Replace the values in ``buffer`` by the mean that another of ``world_size`` ranks has the ``result`` of."""
@@ -118,6 +121,10 @@ class DenseReducer:
     def _float32(self, number: int, flat: Tensor) -> Tensor:
         """Return ``flat``, or a place for its values in float32."""
         return flat if self._exact else self._places.place(number, flat)
+
+
+def _copied(values: Tensor, spare: Tensor | None) -> Tensor:
+    return values.clone() if spare is None else spare.copy_(values)
 
 
 def _no_key(iteration: int, number: int) -> int:

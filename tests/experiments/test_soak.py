@@ -10,10 +10,24 @@ from experiments import forked_ranks, soak
 from experiments.soak import Soaked, grown, growth, soaked
 
 
-def test_growth_is_from_the_second_to_the_last_third() -> None:
-    assert growth([[9, 1], [3, 1], [3, 1]]) == 0
-    assert growth([[1, 1], [3, 1], [3, 4]]) == 3
-    assert growth([[5]]) == 0
+def of(**changed: object) -> Soaked:
+    counts = {name: [[10], [10], [10]] for name in ("descriptors", "threads", "bytes")}
+    return Soaked(**({"transport": "tcp", "seconds": [1.0, 2.0, 3.0], "problem": ""} | counts | changed))
+
+
+@pytest.mark.parametrize(
+    ("looks", "threads", "nbytes"),
+    [
+        ([[9, 1], [3, 1], [3, 1]], 0, 0),
+        ([[1, 1], [3, 1], [3, 4]], 3, 3),
+        ([[5]], 0, 0),
+        ([[7]] * 6 + [[8], [7], [8]], 0, 1),  # threads that come and go are no leak
+        ([[7]] * 6 + [[8], [8], [9]], 1, 1),
+    ],
+)
+def test_growth_is_from_the_second_to_the_last_third(looks: list[list[int]], threads: int, nbytes: int) -> None:
+    found = of(threads=looks, bytes=looks)
+    assert (growth(found, "threads"), growth(found, "bytes")) == (threads, nbytes)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +41,7 @@ def test_growth_is_from_the_second_to_the_last_third() -> None:
     ],
 )
 def test_what_has_grown_is_told(changed: dict[str, object], said: str) -> None:
-    counts = {name: [[10], [10], [10]] for name in ("descriptors", "threads", "bytes")}
-    found = Soaked(**({"transport": "tcp", "seconds": [1.0, 2.0, 3.0], "problem": ""} | counts | changed))
-    assert grown(found) == said
+    assert grown(of(**changed)) == said
 
 
 @pytest.mark.slow
