@@ -124,7 +124,7 @@ class DenseReducer:
 
 
 def _copied(values: Tensor, spare: Tensor | None) -> Tensor:
-    return values.clone() if spare is None else spare.copy_(values)
+    return values.clone() if spare is None or spare.shape != values.shape else spare.copy_(values)
 
 
 def _no_key(iteration: int, number: int) -> int:
