@@ -7,8 +7,9 @@ Four ranks on this machine's loopback train an MLP for images of 8x8 on emulated
 the first, gets a SIGKILL at a random moment. ``elastic`` runs below pipesgd.launch, and ``restart`` below torchrun with
 one restart and a checkpoint every 50 iterations, both at width 2 with int8. ``torchft`` sums float32 over gloo in every
 iteration, in replica groups of one rank, by its manager: its DistributedDataParallel ends in an AssertionError when a
-sum fails over gloo. The seconds lost are those from the kill to the end of the 60th iteration
-after the one that was done by then, less 60 median iterations. The samples lost are computed again, or for nothing.
+sum fails over gloo. The seconds lost are those from the end of the last iteration before the kill to that of the 60th
+after it, less 60 median iterations. The samples lost are computed again, or for nothing; with torchft those of the rank
+that was killed are not counted.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from experiments.kept_runs import KeptRuns
 from experiments.paired import median
 from experiments.results import Row, save
 from pipesgd.errors import RunError
+from pipesgd.membership.store import poll
 from pipesgd.ranks import Ranks
 
 NAME = "recovery"
@@ -197,12 +199,9 @@ def wait_for(number: int, file: Path, log: Path) -> None:
     Raises:
         RunError: it is not by the deadline.
     """
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not any(done >= number for _, done in read(file)):
-        if time.monotonic() > end:
-            text = log.read_text(encoding="utf-8", errors="replace")
-            raise RunError(f"iteration {number} must be done within {DEADLINE_SECONDS:.0f} s; after\n{text[-3000:]}")
-        time.sleep(0.1)
+    if not poll(lambda: any(done >= number for _, done in read(file)), DEADLINE_SECONDS):
+        text = log.read_text(encoding="utf-8", errors="replace")
+        raise RunError(f"iteration {number} must be done within {DEADLINE_SECONDS:.0f} s; after\n{text[-3000:]}")
 
 
 def cost(way: str, before: Sequence[tuple[float, int]], after: Sequence[tuple[float, int]], log: str) -> Row:
@@ -255,7 +254,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     options = command.parser(NAME, __doc__)
     options.add_argument("--ways", nargs="+", metavar="WAY", default=WAYS, help=f"some of {', '.join(WAYS)} (all)")
     options.add_argument("--fresh", action="store_true", help="forget the finished kills in the output folder")
-    arguments = command.parse(options, words)
+    arguments = ranks.raise_together("options", lambda: command.parse(options, words))
     command.check_alone(NAME, ranks.by_torchrun, "it starts its ranks itself")
     command.check_each_once(arguments, {"ways": WAYS})
     if TORCHFT in arguments.ways:

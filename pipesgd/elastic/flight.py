@@ -103,11 +103,9 @@ class ElasticFlight(Flight[Known]):
         else:
             super()._connect(ranks)
             assert isinstance(self.reducer, DenseReducer), "others were refused"
-            self.codec = self._codec.codec
             self._is_connected = True
         self.ranks.units.abort = self.connections.abort
-        if ranks.world_size > 1:
-            self.connections.meanwhile(self.keep_what_is_due)
+        self.connections.meanwhile(self.keep_what_is_due)
         if ranks.world_size == 1 and (left_out := self.reducer.state_dict()["residuals"]):
             self._handed_over.append(dict(enumerate(left_out)))
             self.reducer.load_state_dict({"residuals": []})
@@ -284,7 +282,7 @@ class _Bucket:
             state = flight.reducer.state(self._bucket)
             flight.due = number, [*self._bucket.flats, *state]
             is_halved = any(flat.dtype == torch.float16 for flat in self._bucket.flats)  # shares of a mean are summed
-            if state or is_halved or flight.codec not in LEAVE_VALUES:
+            if state or is_halved or flight._codec.codec not in LEAVE_VALUES:
                 flight.keep_what_is_due()  # these may change before the first message is waited for
 
     def put_back(self) -> None:

@@ -204,8 +204,9 @@ class Watcher:
             reason = str(problem).split("] ", 1)[-1].split(". ")[0]
             return self._error(kind, None, "heartbeat through the store", reason)
         now = self._answered = time.monotonic()
-        lost = self._liveness.lost(now, self._standing.longest_silence)
-        if failed is not None:
+        if failed is None:
+            lost = self._liveness.lost(now, self._standing.longest_silence)
+        else:
             lost = {rank: seconds for rank, seconds in self._liveness.silent(now).items() if rank == failed.accused}
             if not lost and failed.accused not in (None, self._rank):
                 self._doubted = self._doubted or (failed.rank, now)

@@ -33,7 +33,7 @@ def test_what_changes_before_the_first_message_arrives_is_copied_before(
         reducer=SimpleNamespace(state=lambda bucket: state),
         copies=Undo(),
         due=None,
-        codec=codec,
+        _codec=SimpleNamespace(codec=codec),
     )
     flight.keep_what_is_due = lambda: ElasticFlight.keep_what_is_due(flight)
     flight.end_copies = lambda *, put_back: ElasticFlight.end_copies(flight, put_back=put_back)
