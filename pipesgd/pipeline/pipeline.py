@@ -324,8 +324,11 @@ class Pipeline:
 
     def check_finite(self, report: StepReport) -> None:
         """Raise ``NonFiniteGradientError`` for a mean that was left out, unless such means are to be skipped."""
-        if report.skipped and not self.update.skips:
+        if not report.skipped:
+            return
+        if not self.update.skips:
             raise NonFiniteGradientError(report.skipped[0], report.nonfinite_ranks, self.flight.ranks.world_size)
+        self.update.width.note_skip()
 
     def predict(self) -> None:
         """Let the parameters hold the weights expected once all gradients in flight are applied."""

@@ -58,6 +58,9 @@ class Width:
         """Note the ``norm`` of a mean applied in ``iteration``; return True if a period at width 1 begins with it."""
         return False
 
+    def note_skip(self) -> None:
+        """Note that an update was left out, alike on all ranks."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed to continue identically after a restart."""
         return {}
@@ -91,7 +94,9 @@ class SynchronousStart(Width):
     start begins there: nothing changes for a rate that does not rise.
 
     The start ends with the first gradient of which every rate that has risen since the one before is at least
-    ``ARRIVED`` of its group's ``max_lr``, where there is one. A later rise does not return to it.
+    ``ARRIVED`` of its group's ``max_lr``, where there is one. A later rise does not return to it. Rates that stand
+    still after an update that was left out say nothing: Accelerate's schedules skip that step, as loops with a
+    GradScaler do.
 
     Args:
         most: the width after the start.
@@ -99,10 +104,12 @@ class SynchronousStart(Width):
 
     def __init__(self, most: int):
         super().__init__(most)
-        self._rates: list[float] = []
-        """Rates of the gradient before; empty if there was none."""
+        self._shares: list[float] = []
+        """Rates of the gradient before, as shares of ``max_lr`` where there is one; empty if there was none."""
         self._synchronous = False
         self._over = False
+        self._skipped = False
+        """True if an update was left out since the gradient before."""
 
     @property
     def follows_rates(self) -> bool:
@@ -111,36 +118,48 @@ class SynchronousStart(Width):
     def of(self, iteration: int, groups: Groups) -> int:
         if self._over:
             return self.most
-        rates, before = [_rate(group) for group in groups], self._rates
+        shares, before = [_share(group) for group in groups], self._shares
+        stands_still, self._skipped = self._skipped and shares == before, False
+        if stands_still:
+            return 1 if self._synchronous else self.most
         rises = [_is_to_rise(group) for group in groups]
         if before:
             # A group that was added later has no rate before.
-            rises = [rate > earlier for rate, earlier in zip(rates, before, strict=False)]
+            rises = [share > earlier for share, earlier in zip(shares, before, strict=False)]
         self._synchronous = any(
-            rise and rate < ARRIVED * float(group.get("max_lr", math.inf))
-            for rise, rate, group in zip(rises, rates, groups, strict=False)
+            rise and ("max_lr" not in group or share < ARRIVED)
+            for rise, share, group in zip(rises, shares, groups, strict=False)
         )
         self._over = bool(before) and not self._synchronous
-        self._rates = rates
+        self._shares = shares
         return 1 if self._synchronous else self.most
+
+    def note_skip(self) -> None:
+        self._skipped = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rates of the newest gradient, and how far the start has come."""
-        return {"rates": list(self._rates), "synchronous": self._synchronous, "over": self._over}
+        flags = {"synchronous": self._synchronous, "over": self._over, "skipped": self._skipped}
+        return {"shares": list(self._shares), **flags}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "over" in state:  # else it is of a width without such a start
-            self._rates = list(state["rates"])
+            self._shares = list(state.get("shares", ()))  # states of 2026-11-29 and before have plain rates
             self._synchronous, self._over = state["synchronous"], state["over"]
+            self._skipped = state.get("skipped", False)
 
 
-def _rate(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of ``group``; an optimizer of the user's own may have none."""
-    return float(group.get("lr", 0.0))
+def _share(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of ``group`` as a share of its ``max_lr``, if it has one.
+
+    So rates that are scaled for another number of ranks are neither a rise nor a fall. An optimizer of the user's own
+    may have no rate.
+    """
+    return float(group.get("lr", 0.0)) / (float(group.get("max_lr", 1.0)) or 1.0)
 
 
 def _is_to_rise(group: Mapping[str, Any]) -> bool:
-    rate = _rate(group)
+    rate = float(group.get("lr", 0.0))
     return rate < float(group.get("max_lr", rate)) or rate < float(group.get("initial_lr", rate))
 
 
@@ -182,6 +201,9 @@ class Guarded(Width):
             self._mean += weight * (norm - self._mean)
             self._seen += 1
         return False
+
+    def note_skip(self) -> None:
+        self._width.note_skip()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running mean, the number of norms in it, and the end of the fallback."""

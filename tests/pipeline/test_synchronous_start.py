@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from torch.optim.lr_scheduler import (
 from pipesgd import Pipelined, Updates, Wire
 from pipesgd.ddp import attach
 from pipesgd.errors import OutOfStepError
+from pipesgd.optim.build import scale_rates
 from pipesgd.pipeline.width import ARRIVED, make_width
 from pipesgd.ranks import Ranks
 
@@ -80,7 +82,7 @@ RISE = [0.02, 0.04, 0.06, 0.08, 0.1, 0.1]
 SCHEDULES: dict[str, tuple[Rates, list[int]]] = {
     "one cycle": (_by_torch(_one_cycle), [0, 1, 2, 3]),  # its rate is at 0.86 of the maximum in iteration 4
     "warm-up of a model of language": (
-        _by_torch(lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, step / 5))),
+        _by_torch(lambda optimizer: _language_warm_up(optimizer)),
         [0, 1, 2, 3, 4, 5],
     ),
     "warm-up and cosine": (_by_torch(_warm_up), [0, 1, 2, 3, 4, 5, 6]),
@@ -124,6 +126,10 @@ def _synchronous(optimizer: torch.optim.Optimizer, rates: Rates, *, reload_in: i
     return found
 
 
+def _language_warm_up(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: min(1.0, step / 5))
+
+
 def _sgd(*lrs: float) -> torch.optim.SGD:
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs or (0.1,)]
     return torch.optim.SGD(groups, lr=0.1)
@@ -146,6 +152,42 @@ def test_a_known_maximum_ends_the_start_before_it_is_reached() -> None:
         optimizer.step()
         schedule.step()
     assert shares[3] < ARRIVED <= shares[4] < 1.0
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("skipped", [[0], [2], [0, 1], [1, 2, 4]])
+def test_a_rate_that_waits_for_an_update_that_was_left_out_does_not_end_the_start(
+    skipped: list[int], guard: bool
+) -> None:
+    """Accelerate, the Trainer and loops with a GradScaler let the schedule stand still then."""
+    optimizer = _sgd()
+    width, schedule, found = make_width(2, guard=guard), _language_warm_up(optimizer), []
+    for iteration in range(TOTAL - 1):
+        found.append(width.of(iteration, optimizer.param_groups))
+        if iteration in skipped:
+            width.note_skip()
+            state = json.loads(json.dumps(width.state_dict()))
+            width = make_width(2, guard=guard)
+            width.load_state_dict(state)
+        else:
+            optimizer.step()
+            schedule.step()
+    late = SCHEDULES["warm-up of a model of language"][1][-1] + len(skipped) + 1
+    assert found == [1] * late + [2] * (TOTAL - 1 - late)
+
+
+@pytest.mark.parametrize("factor", [0.1, 3.0])
+def test_rates_for_another_number_of_ranks_do_not_end_the_start(factor: float) -> None:
+    optimizer, width, found = _sgd(), make_width(2), []
+    schedule = _one_cycle(optimizer)
+    for iteration in range(TOTAL - 1):
+        if iteration == 2:
+            scale_rates(optimizer, schedule, factor)
+        if width.of(iteration, optimizer.param_groups) == 1:
+            found.append(iteration)
+        optimizer.step()
+        schedule.step()
+    assert found == SCHEDULES["one cycle"][1]
 
 
 def test_any_group_that_rises_keeps_the_start_going() -> None:
@@ -247,6 +289,33 @@ def _by_attached(ranks: Ranks, name: str, **options: Any) -> tuple[list[Any], An
     return [[report.width for report in reports], [*applied, last]], _flat(model)
 
 
+def _with_skipped_updates(ranks: Ranks, *, by_attach: bool) -> list[int]:
+    """Train with a warm-up that stands still where the scaler leaves an update out; return the widths of all steps."""
+    model, scaler = _model(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule, widths = _language_warm_up(optimizer), []
+    trained = DistributedDataParallel(model) if by_attach else model
+    if by_attach:
+        pipeline: Any = attach(trained, optimizer, codec="fp32", width=2, scaler=scaler)
+    else:
+        pipeline = Pipelined(model, optimizer, ranks=ranks, scaler=scaler, updates=Updates(on_nonfinite="skip"))
+    for iteration, (inputs, targets) in enumerate(_batches(ranks.rank)):
+        before = scaler.get_scale()
+        loss = scaler.scale(cross_entropy(trained(inputs), targets))
+        (loss * (math.inf if iteration in (0, 2) else 1.0)).backward()
+        if by_attach:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        else:
+            pipeline.step()
+        widths.append(pipeline.pipeline.width_now)
+        if scaler.get_scale() >= before:
+            schedule.step()
+    pipeline.close()
+    return widths
+
+
 def _flat(model: nn.Module) -> list[float]:
     return torch.cat([one.detach().reshape(-1) for one in model.parameters()]).tolist()
 
@@ -284,6 +353,8 @@ def _all_doors(ranks: Ranks) -> dict[str, Any]:
         found[f"attached, {name}, width {width}"] = _by_attached(ranks, name, width=width)
     found["set by hand, width 3"] = _by_pipelined(ranks, "set by hand", width=3)
     found["without"] = _by_pipelined(ranks, "constant", updates=Updates(synchronous_start=0))
+    for by_attach in (False, True):
+        found[f"skipped, {by_attach}"] = _with_skipped_updates(ranks, by_attach=by_attach)
     found["numbered"] = _by_pipelined(ranks, "one cycle", updates=Updates(synchronous_start=4))
     return found
 
@@ -319,6 +390,16 @@ def test_a_rate_that_does_not_rise_changes_no_bit(on_ranks: list[dict[str, Any]]
 def test_a_start_goes_on_where_a_state_is_loaded(on_ranks: list[dict[str, Any]], name: str, interrupted: int) -> None:
     for found in on_ranks:
         assert found[f"{name}, interrupted in {interrupted}"] == found[f"{name}, width 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_attach", [False, True])
+def test_a_scaler_that_leaves_out_updates_does_not_end_the_start(
+    on_ranks: list[dict[str, Any]], by_attach: bool
+) -> None:
+    late = SCHEDULES["warm-up of a model of language"][1][-1] + 3
+    for found in on_ranks:
+        assert found[f"skipped, {by_attach}"] == [1] * late + [2] * (TOTAL - 1 - late)
 
 
 @pytest.mark.slow
