@@ -308,8 +308,8 @@ def _low_rank(found: Plan, space: Space) -> str | None:
     hides = "" if waits(iteration) else ", and hide the communication"
     return (
         f"Factors of rank {job.low_rank.rank}, {training_arguments(job)}, would be {gain:.1f} times as fast{hides}. "
-        f"Of rank 4 they cost small transformers up to {LOW_RANK_COST} % of the loss, of rank 16, after a quarter of "
-        f"whole gradients (--dense-start), {LARGER_RANK_COST} %: compare both on a short training before."
+        f"Of rank 4 they cost small transformers up to {LOW_RANK_COST} % of the loss; of slower rank 16, after "
+        f"whole gradients in a quarter (--dense-start), {LARGER_RANK_COST} % at width 1: compare in a short training."
     )
 
 

@@ -226,7 +226,14 @@ class AttachedPipeline(OnPipeline):
         # DDP knows no limit of the rate, which exchanges of this run would show.
         trained = [one for one in ddp_model.parameters() if one.requires_grad and wire.rate_limit is None]
         self._proof = Proof(
-            f"width {width}{start}", self.pipeline.flight, self._codec_options, self.tally, trained, ddp_model, width
+            f"width {width}{start}",
+            self.pipeline.flight,
+            self._codec_options,
+            self.tally,
+            trained,
+            ddp_model,
+            width,
+            updates,
         )
 
     def step(self) -> StepReport:
@@ -277,7 +284,7 @@ class AttachedPipeline(OnPipeline):
         finally:
             self.pipeline.close(error)
         if not self.pipeline.error:
-            self._proof.end()
+            self._proof.end(self.iteration)
 
     # ---- 1. backward
 

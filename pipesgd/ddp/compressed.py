@@ -240,7 +240,7 @@ class CompressedBuckets:
 
     def _end_proof(self) -> None:
         if self._proof is not None:
-            self._proof.end()
+            self._proof.end(self.iteration)
 
     def _end(self) -> None:
         if self._of_buckets is not None:

@@ -161,7 +161,7 @@ class AttachedLocalSteps(OnPipeline):
         finally:
             self._steps.close()
         if not self.pipeline.error:
-            self._proof.end()
+            self._proof.end(self.iteration)
 
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Leave a bucket of gradients as it is; refuse it once nothing exchanges what it moves."""

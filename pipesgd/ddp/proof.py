@@ -16,6 +16,7 @@ from pipesgd.planning import accuracy
 from pipesgd.planning.ddp_time import Uncompressed, ddp_seconds
 from pipesgd.process import QUIET, say
 from pipesgd.reducers.dense import DenseReducer
+from pipesgd.sections import Updates
 from pipesgd.strategy import Tally
 from timing_model.units import format_bytes, format_seconds
 
@@ -54,7 +55,7 @@ class Proof:
         tally: the reports of all steps.
         parameters: the parameters that are trained, in the order of the forward pass; none if nothing is to be said
             about DDP.
-        model: the model, and ``width`` its width, if its accuracy is to be spoken of.
+        model: the model, and ``width`` and ``updates`` those of its pipeline, if its accuracy is to be spoken of.
         hides: False for a method that waits for each mean.
     """
 
@@ -67,10 +68,11 @@ class Proof:
         parameters: Sequence[Tensor],
         model: nn.Module | None = None,
         width: int = 1,
+        updates: Updates | None = None,
         *,
         hides: bool = True,
     ):
-        self._model, self._width, self._codec = model, width, codec.codec
+        self._model, self._width, self._codec, self._updates = model, width, codec, updates
         self._hides = hides
         self._speaks = flight.ranks.rank == 0 and not os.environ.get(QUIET)
         self._tally = tally
@@ -90,8 +92,8 @@ class Proof:
             text += f" -> {format_bytes(share * sent)}"
         say(text)
 
-    def end(self) -> None:
-        """Say what the exchanges have cost, once."""
+    def end(self, iterations: int) -> None:
+        """Say what the exchanges have cost, once; ``iterations`` are all of the training, also before a restart."""
         if not self._speaks:
             return
         self._speaks = False
@@ -115,6 +117,8 @@ class Proof:
         say(text)
         if self._model is not None:
             width = self._width if totals.late else 1
-            known = accuracy.line(self._model, width=width, codec=self._codec, iterations=totals.iterations)
+            known = accuracy.line(
+                self._model, width=width, codec=self._codec, iterations=iterations, updates=self._updates
+            )
             if known is not None:
                 say(f"pipesgd: {known}")

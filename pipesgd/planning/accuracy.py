@@ -11,37 +11,61 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import TrainConfig
+from pipesgd.sections import Updates, differing
 
 MEASURED = Path(__file__).with_name("accuracy.json")
 """Rows of ``experiments/results/accuracy.csv``: the trainings that are finished, each with a method."""
 FINE = ("fp32", "fp16", "bf16", "truncate16")
 """Codecs whose rounding the table does not tell from none."""
-CODECS = {"int8": "int8", "int4": "int4", "powersgd": "low rank"}
-"""Codecs of the table, and what it calls them."""
+CODECS = {
+    ("int8", 1024, False, False): "int8",
+    ("int4", 256, False, True): "int4",
+    ("int4", 32, False, True): "int4, blocks of 32",
+    ("int4", 128, False, True): "int4, blocks of 128",
+    ("int4", 256, True, False): "int4, stochastic",
+}
+"""Names in the table of codecs, but for those of low rank, by name, block, and whether they round at random and give back
+what they leave out."""
+RANK = 4
+"""Rank of "low rank" in the table."""
+NOT_LATE = ("guard", "clip_norm", "clip_value", "on_nonfinite")
+"""Options of updates that are not those of late gradients."""
 MOST_SYMBOLS = 512
 """Rows of an embedding up to which a text counts as one of bytes."""
 
 
-def method(width: int, codec: str) -> str | None:
-    """Return what the table calls a width and a codec; None if it has no such row.
+def method(width: int, codec: CodecOptions, iterations: int) -> str | None:
+    """Return what the table calls a width and a codec in a training of this length; None if it has no such row.
 
-    >>> method(2, "bf16"), method(1, "int4"), method(3, "int4")
-    ('width 2', 'compress int4', None)
+    >>> from pipesgd.codecs.options import Int4, Int8
+    >>> method(2, Int8(), 100), method(1, Int4(block=32), 100), method(3, Int4(), 100)
+    ('width 2, int8', 'compress int4, blocks of 32', None)
     """
-    if codec in FINE:
+    if codec.codec in FINE:
         return "width 2" if width == 2 else None
-    known = CODECS.get(codec)
+    options = codec.codec, getattr(codec, "block", 0), codec.stochastic, codec.gives_back
+    known = _low_rank(codec, iterations) if codec.codec == "powersgd" else CODECS.get(options)
     return None if known is None else {1: f"compress {known}", 2: f"width 2, {known}"}.get(width)
+
+
+def _low_rank(codec: Any, iterations: int) -> str | None:
+    """Return what the table calls factors of low rank, without whole gradients or after a quarter of them, or more."""
+    is_dense = iterations <= 4 * codec.dense_start <= 2 * iterations
+    if codec.compression is not None or codec.factors != "fp32" or (codec.dense_start and not is_dense):
+        return None
+    rank = "" if codec.rule.rank == RANK else f", rank {codec.rule.rank}"
+    return f"low rank{rank}{', dense start of a quarter' * (codec.dense_start > 0)}"
 
 
 def workload(model: nn.Module) -> str | None:
     """Return what the table calls the training that is most like that of ``model``; None if none is."""
     sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
-    if 2 * sum(size for size, trained in sizes if trained) < sum(size for size, _ in sizes):
-        return "LoRA"
     modules = list(model.modules())
     rows = [one.num_embeddings for one in modules if isinstance(one, nn.Embedding)]
+    if 2 * sum(size for size, trained in sizes if trained) < sum(size for size, _ in sizes):
+        return "LoRA" if rows else None
     if rows:
         if not any(type(one).__name__.endswith(("LayerNorm", "RMSNorm")) for one in modules):
             return None
@@ -49,22 +73,30 @@ def workload(model: nn.Module) -> str | None:
     return "convnet, batch norm" if any(isinstance(one, _ConvNd) for one in modules) else None
 
 
-def line(model: nn.Module, *, width: int, codec: str, iterations: int) -> str | None:
-    """Return the line; None for a run whose gradients are neither late nor of fewer than 8 bits."""
-    if width == 1 and codec in (*FINE, "int8"):
+def line(
+    model: nn.Module, *, width: int, codec: CodecOptions, iterations: int, updates: Updates | None = None
+) -> str | None:
+    """Return the line; None for a run whose gradients are neither late nor of fewer than 8 bits.
+
+    Late gradients of the table have the default prediction and start; ``updates`` are those of the run.
+    """
+    if width == 1 and codec.codec in (*FINE, "int8"):
         return None
-    name, like = method(width, codec), workload(model)
-    rows = [row for row in _measured() if row["method"] == name and row["workload"] == like]
+    others = {} if width == 1 or updates is None else differing(updates, but=NOT_LATE)
+    name, like = method(width, codec, iterations), workload(model)
+    rows = [row for row in _measured() if row["method"] == name and row["workload"] == like and not others]
     if not rows:
+        words = [f"{option.replace('_', ' ')} {value}" for option, value in others.items()]
+        how = ", ".join([f"width {width}", *words, codec.describe()])
         return (
-            f"accuracy: no training like this one was measured with width {width}, {codec}: compare it with one at "
-            "width 1 without a codec"
+            f"accuracy: no training like this one was measured with {how}: compare it with one at width 1 without a "
+            "codec"
         )
     row = min(rows, key=lambda one: abs(math.log(one["iterations"] / max(1, iterations))))
     sign = 1 if row["of_loss"] else -1
     cost, *between = (sign * row[one] for one in ("cost", "cost_low", "cost_high"))
     what, unit = ("loss", " %") if row["of_loss"] else ("accuracy", " points")
-    measured = row["method"].replace("low rank", "factors of rank 4")
+    measured = row["method"].replace("low rank, rank", "factors of rank").replace("low rank", f"factors of rank {RANK}")
     return (
         f"accuracy: {measured} in the nearest training that was measured ({like}, {row['iterations']} iterations, "
         f"{row['seeds']} seeds): {what} {cost:+.1f}{unit} from synchronous training "
@@ -76,8 +108,8 @@ def line_of_run(config: TrainConfig, model: nn.Module, iterations: int) -> str |
     """Return what is known of the accuracy of runs like this one; None if there is nothing to be said."""
     if config.pipeline.strategy != "pipelined" or config.in_windows:
         return None
-    codec = config.compression.chosen().codec
-    return line(model, width=config.pipeline.width, codec=codec, iterations=iterations)
+    codec, width = config.compression.chosen(), config.pipeline.width
+    return line(model, width=width, codec=codec, iterations=iterations, updates=config.updates)
 
 
 @functools.cache

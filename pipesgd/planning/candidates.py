@@ -28,7 +28,7 @@ from pipesgd.planning.planned import MEASURED, Choices, Planned, shown, words
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from pipesgd.sections import PredictionKind
-from pipesgd.strategies import make_pipeline
+from pipesgd.strategies import make_pipeline, start_iterations
 from timing_model.cluster_profile import Profile
 from timing_model.measured import Estimate, MeasuredIteration
 from timing_model.units import format_seconds
@@ -107,12 +107,13 @@ def _judged(choices: Choices, pace: Pace) -> Pace:
     return pace._replace(mean=more * pace.mean, error=more * pace.error)
 
 
-def heard(planned: Planned, paces: Sequence[Pace]) -> Planned:
+def heard(planned: Planned, paces: Sequence[Pace], config: TrainConfig) -> Planned:
     """Return the plan after an audition of its candidates: with the winner, and what was measured of it."""
     best = best_of(planned.candidates, paces)
     low, high = paces[best].interval
-    start = 0 if planned.candidates[best]["width"] == 1 else planned.start
-    job_seconds = paces[best].mean * (planned.iterations - start) + planned.start_seconds * start
+    start = start_iterations(_chosen(config, planned.candidates[best]), planned.iterations)
+    start_seconds = planned.start_seconds or planned.iteration_seconds  # else the plan was synchronous
+    job_seconds = paces[best].mean * (planned.iterations - start) + start_seconds * start
     return dataclasses.replace(
         planned,
         choices=planned.candidates[best],
@@ -123,9 +124,15 @@ def heard(planned: Planned, paces: Sequence[Pace]) -> Planned:
         median_share=paces[best].median / paces[best].mean,
         job_seconds=job_seconds + planned.dense_seconds,
         start=start,
+        start_seconds=start_seconds if start else 0.0,
         support=MEASURED,
         reasons=[],
     )
+
+
+def _chosen(config: TrainConfig, candidate: Choices) -> TrainConfig:
+    """Return the configuration with what a candidate chooses."""
+    return config.with_choices({name: candidate[name] for name in config.planning.auto})
 
 
 # ---- Measuring
@@ -152,8 +159,7 @@ def audition(
     candidates = [planned.candidates[number] for number in kept]
 
     def make(number: int, own: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Pipelined:
-        chosen = config.with_choices({name: candidates[number][name] for name in config.planning.auto})
-        settled = chosen.with_options(synchronous_start=0, dense_start=None, guard=False)
+        settled = _chosen(config, candidates[number]).with_options(synchronous_start=0, dense_start=None, guard=False)
         return make_pipeline(settled, own, optimizer, scaler, ranks, reduce)
 
     modes, begin = list(map(_mode, candidates)), time.perf_counter()
@@ -166,7 +172,7 @@ def audition(
     ranks.leave()
     found, took = ranks.all_gather_object("audition", [own_paces, time.perf_counter() - begin])[0]
     paces = [Pace(*pace) for pace in found]
-    planned = heard(dataclasses.replace(planned, candidates=candidates, audition_seconds=took), paces)
+    planned = heard(dataclasses.replace(planned, candidates=candidates, audition_seconds=took), paces, config)
     chosen = words(shown(planned.choices, candidates))
     say(console, *_lines(candidates, paces), f"chosen by the audition: {chosen}")
     # The cluster is faster than a run with a limit, and a profile knows exchanges of whole gradients alone.

@@ -30,7 +30,7 @@ from timing_model.simulate_job import median_share
 from timing_model.support import EXTRAPOLATED, INTERPOLATED, OUTSIDE, support_of
 
 AUTO_CODECS = tuple(one for one in ACCURATE if one != "fp16")
-"""Codecs to choose from: those that cost next to no accuracy. bf16 takes as long as fp16, and cannot overflow."""
+"""Codecs to choose from: those that cost accuracy the least. bf16 takes as long as fp16, and cannot overflow."""
 
 AUTO_BUCKETS = (1, 2, 4, 8, 16)
 """Numbers of buckets to choose from."""

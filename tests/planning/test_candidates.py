@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _plans import SMALL, choose, cluster
+from _plans import AUTOS, SMALL, choose, cluster
 from _ranks import run_ranks
 
 from pipesgd.cli import parse
@@ -78,7 +78,7 @@ def test_a_short_run_compares_fewer_or_none() -> None:
 
 def test_a_plan_hears_of_the_winner_and_survives_json() -> None:
     planned = dataclasses.replace(choose(cluster()), candidates=[ONE, TWO], predicted=[0.2, 0.1])
-    found = heard(planned, [Pace(0.3, 0.3, 0.01, 20), Pace(0.1, 0.09, 0.001, 25)])
+    found = heard(planned, [Pace(0.3, 0.3, 0.01, 20), Pace(0.1, 0.09, 0.001, 25)], parse(AUTOS.split()))
     assert (found.choices, found.support, found.reasons) == (TWO, "measured", [])
     assert found.source == "an audition of 25 iterations"
     assert found.low < found.iteration_seconds == 0.1 < found.high
@@ -93,11 +93,24 @@ def test_a_winner_at_width_1_has_no_synchronous_start_but_whole_gradients() -> N
     planned = dataclasses.replace(
         planned, candidates=[ONE, TWO], predicted=[0.2, 0.1], start=10, start_seconds=0.5, dense=20, dense_seconds=3.0
     )
-    late, synchronous = (heard(planned, [Pace(one, one, 0.0, 20), Pace(0.2, 0.2, 0.0, 20)]) for one in (0.3, 0.1))
+    config = parse(f"{AUTOS} --synchronous-start 10".split())
+    late, synchronous = (
+        heard(planned, [Pace(one, one, 0.0, 20), Pace(0.2, 0.2, 0.0, 20)], config) for one in (0.3, 0.1)
+    )
     assert (late.choices, late.start, late.settled) == (TWO, 10, 20)
     assert late.job_seconds == pytest.approx(0.2 * 90 + 0.5 * 10 + 3.0)
     assert (synchronous.choices, synchronous.start, synchronous.settled) == (ONE, 0, 20)
     assert synchronous.job_seconds == pytest.approx(0.1 * 100 + 3.0)
+
+
+def test_a_winner_with_late_gradients_has_a_start_although_the_plan_had_none() -> None:
+    """The plan was synchronous: its own time is that of an iteration of the start."""
+    planned = dataclasses.replace(
+        choose(cluster()), candidates=[ONE, TWO], predicted=[0.3, 0.3], iteration_seconds=0.3, start=0, start_seconds=0
+    )
+    found = heard(planned, paces(0.4, 0.2), parse(f"{AUTOS} --lr-warmup 11".split()))
+    assert (found.choices, found.start, found.start_seconds) == (TWO, 9, 0.3)
+    assert found.job_seconds == pytest.approx(0.2 * (planned.iterations - 9) + 0.3 * 9)
 
 
 def test_what_was_measured_in_buckets_is_remembered_as_that(tmp_path: Path) -> None:
