@@ -107,7 +107,7 @@ class Job:
     """Prediction of the timing model; None if it was not asked."""
     recorders: list[OwnRecorder]
     """Recorders of the user's own, on rank 0."""
-    lock: FolderLock | None
+    lock: FolderLock
 
     @property
     def folder(self) -> Path:
@@ -419,7 +419,7 @@ class Run:
         self.job.ranks.enter("checkpoint")
         for recorder in self._recorders:
             recorder.flush()
-        written = self.checkpoints.save(done, *self._snapshot())
+        written = self.checkpoints.save(done, self._snapshot)
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
         return written
 
@@ -516,8 +516,7 @@ class Run:
                     f"iteration {self.checkpoints.newest or 0} of {job.iterations}: --resume finishes it once there "
                     "is room"
                 )
-        if job.lock is not None:
-            job.lock.release()
+        job.lock.release()
         if job.workers.rank > 0 and job.workers.local_rank == 0:  # on its machine nothing else says that all is well
             where = job.ranks.addresses()[0].partition(" ")[0]  # without its interface
             say_on_stderr(f"rank {job.workers.rank}: done; results are on {where} in {ends[0][0]}")

@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from _ranks import run_module
 from _started import Started, wait_until_gone
 from _waiting import wait_until
 
+from pipesgd.elastic import launch as elastic_launch
 from pipesgd.elastic.launch import launch_elastic
+from pipesgd.errors import UserInputError
 from pipesgd.launch import commands
+from pipesgd.run.folder_lock import check_unused
 
 pytestmark = pytest.mark.slow
 
@@ -171,12 +175,15 @@ def wait_until_training(folder: Path) -> None:
     wait_until((folder / "checkpoints" / "iteration-50").exists, 60)
 
 
-def test_an_elastic_job_continues_without_a_rank_that_is_killed(start: Start, tmp_path: Path) -> None:
+def test_an_elastic_job_continues_without_its_first_rank(start: Start, tmp_path: Path) -> None:
+    """The next one says how the run ends, and holds the folder."""
     job = start(f"--nproc-per-node 3 --elastic {ELASTIC} --output run")
     wait_until_training(tmp_path / "run")
-    os.kill(job.rank_pids()[1], signal.SIGKILL)
-    job.wait_for("the process of rank 1 was ended by SIGKILL")
-    job.wait_for("rank 1 is lost: its process has ended. Generation 1: ranks 0, 2")
+    os.kill(job.rank_pids()[0], signal.SIGKILL)
+    job.wait_for("the process of rank 0 was ended by SIGKILL")
+    job.wait_for("rank 0 is lost: its process has ended. Generation 1: ranks 1, 2")
+    with pytest.raises(UserInputError, match="output must not be in use"):
+        check_unused(tmp_path / "run")
     assert job.finish() == 0
     assert any("bit-identical" in line for line in job.lines)
 
@@ -191,12 +198,49 @@ def test_two_machines_of_an_elastic_job_outlive_the_first_one(start: Start, plac
     assert (tmp_path / "run-1" / "summary.json").exists()
 
 
-def test_an_elastic_job_forwards_signals_to_all_ranks(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_an_elastic_job_forwards_signals_to_all_ranks(number: signal.Signals, start: Start, tmp_path: Path) -> None:
     job = start(f"--nproc-per-node 2 --elastic {ELASTIC} --output run")
     wait_until_training(tmp_path / "run")
-    os.kill(job.pid, signal.SIGTERM)
-    assert job.finish() == 143
-    assert any(line.startswith("stopped by SIGTERM after iteration ") for line in job.lines)
+    os.kill(job.pid, number)
+    assert job.finish() == 128 + number
+    assert any(line.startswith(f"stopped by {number.name} after iteration ") for line in job.lines)
+
+
+PLACE: dict[str, Any] = {"machine": 0, "machines": 1, "host": "127.0.0.1", "port": None}
+
+
+@pytest.mark.parametrize("under_nohup", [False, True])
+def test_a_hang_up_ends_no_elastic_job_under_nohup(under_nohup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
+    try:
+        code = launch_elastic("sh", ["-c", "sleep 1"], ranks=1, **PLACE)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code == (0 if under_nohup else 128 + signal.SIGHUP)
+
+
+def test_a_rank_that_still_works_when_another_one_has_ended_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_launch, "LEFT_SECONDS", 0.1)
+    begin = time.monotonic()
+    assert launch_elastic("sh", ["-c", "[ $RANK = 1 ] && sleep 1; exit 0"], ranks=2, **PLACE) == 0
+    assert time.monotonic() > begin + 1
+
+
+def test_a_rank_that_was_left_behind_and_is_stopped_does_not_keep_the_job_waiting(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elastic_launch, "LEFT_SECONDS", 0.5)
+    assert launch_elastic("sh", ["-c", "[ $RANK = 1 ] && kill -STOP $$; exit 0"], ranks=3, **PLACE) == 0
+    said = capfd.readouterr().err
+    assert "rank 1 is stopped 0.5 s after another one had done its work: it is killed" in said
+    assert "the process of rank 1 was ended by SIGKILL" in said
 
 
 def test_a_signal_while_ranks_are_being_started_reaches_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,15 +259,13 @@ def test_a_signal_while_ranks_are_being_started_reaches_each_once(monkeypatch: p
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
     monkeypatch.setattr(os, "kill", count)
-    place = {"machine": 0, "machines": 1, "host": "127.0.0.1", "port": None}
-    assert launch_elastic("sleep", ["60"], ranks=2, **place) == 128 + signal.SIGTERM
+    assert launch_elastic("sleep", ["60"], ranks=2, **PLACE) == 128 + signal.SIGTERM
     assert len(sent) == 4  # two signals, two ranks
 
 
 def test_a_rank_may_end_by_a_signal_without_a_name(capfd: pytest.CaptureFixture[str]) -> None:
     number = signal.SIGRTMIN + 2
-    place = {"machine": 0, "machines": 1, "host": "127.0.0.1", "port": None}
-    code = launch_elastic("sh", ["-c", f"[ $RANK = 0 ] && kill -{number} $$; sleep 1"], ranks=2, **place)
+    code = launch_elastic("sh", ["-c", f"[ $RANK = 0 ] && kill -{number} $$; sleep 1"], ranks=2, **PLACE)
     assert code == 0
     assert f"the process of rank 0 was ended by signal {number}" in capfd.readouterr().err
 

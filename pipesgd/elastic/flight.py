@@ -16,7 +16,7 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.elastic.letters import Result
 from pipesgd.elastic.ranks import ElasticRanks
-from pipesgd.elastic.units import Unit
+from pipesgd.elastic.units import Unit, gathered
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer, on_device, sizes_of_flats
 from pipesgd.pipeline.flight import Flight
@@ -147,6 +147,20 @@ class ElasticFlight(Flight[Known]):
             return value
 
         return self.connections.run(call, iteration, whole)
+
+    def begin_flush(self, iteration: int) -> None:
+        if self._flush is None:
+            super().begin_flush(iteration)
+            self._flushed = self.ranks.units.submit(Unit(gathered("members", None, within=0.0, close_by=False)))
+
+    def end_flush(self) -> None:
+        if self._flush is not None:
+            _, record = self._flushed.result()
+            super().end_flush()
+            self.ranks.see(record)  # from here on, one of those who remain is rank 0
+
+    def regroup(self, ranks: Ranks, iteration: int, left_out: Sequence[Tensor] | None = None) -> None:
+        raise UserInputError("regroup() must be left out with elastic ranks, which do it themselves when one is lost")
 
     def state_dict(self) -> dict[str, Any]:
         self._take_what_was_handed_over()

@@ -7,13 +7,17 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from pipesgd.process import say, signal_name, variables_of_rank
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that the ranks get, too."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that the ranks get, too; but not SIGHUP under nohup, which ignores it."""
+LEFT_SECONDS = 60.0
+"""Seconds after the first rank has done its work in which one that was left behind, and is stopped, is not killed."""
 
 
 def launch_elastic(
@@ -46,8 +50,19 @@ def launch_elastic(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    def end_those_stopped() -> None:
+        for rank, process in started.items():
+            if process.returncode is None and _is_stopped(process.pid):
+                say(f"rank {rank} is stopped {LEFT_SECONDS:g} s after another one had done its work: it is killed")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heard = [number for number in FORWARDED if number != signal.SIGHUP or not under_nohup]
+    before = {number: signal.signal(number, forward) for number in heard}
     codes: dict[int, int] = {}
+    end = threading.Timer(LEFT_SECONDS, end_those_stopped)
+    end.daemon = True
     try:
         for local in range(ranks):
             own = variables_of_rank(
@@ -62,8 +77,10 @@ def launch_elastic(
             pid, status = os.wait()
             if (rank := of_process.pop(pid, None)) is None:
                 continue
-            last = codes[rank] = os.waitstatus_to_exitcode(status)
-            started[rank].returncode = last
+            last = os.waitstatus_to_exitcode(status)
+            if last == 0 and 0 not in codes.values():
+                end.start()
+            codes[rank] = started[rank].returncode = last
             if last < 0:
                 say(f"the process of rank {rank} was ended by {signal_name(-last)}")
     except BaseException:
@@ -72,9 +89,18 @@ def launch_elastic(
                 process.kill()
         raise
     finally:
+        end.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0 if 0 in codes.values() else last if last > 0 else 128 - last
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return True if Linux says that this process is stopped, as by SIGSTOP: it would never end by itself."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _free_port(host: str) -> int:

@@ -111,7 +111,7 @@ class Leaving:
                 if letter.number == len(self._arrived.get(peer, ())):
                     self._arrived[peer].append(letter.data)
                     self._send(peer, More())
-            case LeftOut() if member is not None and self._me not in self._wishes:
+            case LeftOut() if member is not None and not self.is_due:  # else its own may be on the way already
                 parts = letter.parts_of(b"".join(self._arrived.pop(peer, ())))
                 if parts is not None and self.sums is not None and self.sums.take_over(parts):
                     for other in member.record.members:

@@ -238,6 +238,7 @@ class Members:
                     self._changed.notify_all()
                     return order.record
                 if isinstance(order, Leave):
+                    self.failure = self.failure or LeftBehind(self.me, order.why, None)  # before anybody asks for it
                     self.why_out = self.why_out or order.why
                     self._changed.notify_all()
             if isinstance(order, Leave):

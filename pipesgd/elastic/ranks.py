@@ -62,7 +62,7 @@ class Share:
     world_size: int
     """Number of ranks that take part."""
     lost: tuple[Lost, ...]
-    """Ranks that were lost since the iteration before, and why."""
+    """Ranks that take part no more from this iteration on, and why, alike on all others."""
 
 
 @dataclass(eq=False)
@@ -168,7 +168,8 @@ class ElasticRanks(GenerationRanks):
             self.see_members(span.members)
             if len(span.members) < members.least:
                 raise NotEnoughMembers(f"{len(span.members)} ranks are left, fewer than {members.least}")
-            new = [one for one, _ in members.history[told:]]
+            # A member that is behind knows of a change earlier, but all are told of it in the same iteration.
+            new = [one for one, _ in members.history[told:] if one.first <= iteration]
             told += len(new)
             part = span.slice_of(iteration, members.me)
             assert part is not None, "this rank is a member"

@@ -80,6 +80,7 @@ class ElasticRun(Run):
         """Take the samples of ``span`` from ``iteration`` on, as a member of those who remain."""
         ranks, batches = self._ranks, self.job.batches
         self._follow(span)
+        self._hold_folder()
         self._samples.close()
         self._samples = batches.from_iteration(iteration, self.job.device)
         optimization = self.job.config.optimization
@@ -89,6 +90,16 @@ class ElasticRun(Run):
             self._next_rate = functools.partial(follow, self.state.schedule, batches.record)
         if ranks.rank == 0 and self._attempts is None:  # the first member was another one
             self._begin_records(iteration)
+
+    def _hold_folder(self) -> None:
+        """Do what the first rank, of all and of a machine, does for the others: the one before may be lost.
+
+        That one may end a little later, and has the lock until then.
+        """
+        if self._ranks.local_rank == 0:
+            self.job.lock.take()
+        if self._ranks.rank == 0 and self._attempts is None:
+            self.job.console.quiet = False
 
     def _say_changes(self) -> None:
         """Tell of the members that were lost since this was called last, on the first member."""
@@ -125,15 +136,21 @@ class ElasticRun(Run):
         ranks.all_gather_object("members", None)
         while True:
             before = ranks.record
-            if (span := before.span(done)) != self._span:  # nobody has begun the next iteration
-                self._take_samples(span, done)
+            self._hold_folder()
             written = super().save_checkpoint(done)
             if ranks.record.members == before.members:
                 return written
 
+    def _snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        done = self.strategy.iteration
+        if (span := self._ranks.record.span(done)) != self._span:  # nobody has begun the next iteration
+            self._take_samples(span, done)
+        return super()._snapshot()
+
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         is_alone = self._ranks.members.why_alone is not None
         if is_alone or isinstance(error, LeftBehind):  # the records are the others' now, who may share the disk
+            self.job.lock.release()
             self._ranks.standing.last_words = None
             for recorder in self._recorders:
                 if isinstance(recorder, MetricsWriter):
@@ -153,7 +170,7 @@ class ElasticRun(Run):
         try:
             ranks.all_gather_object("members", None)  # all sums are done, and what the codec has left out is here
             self._follow(ranks.members.span_alone(done))
-            place = self.checkpoints.save_alone(done, *self._snapshot(), me)
+            place = self.checkpoints.save_alone(done, *super()._snapshot(), me)
         except Exception as problem:  # noqa: BLE001 (this process ends for another reason, which it says)
             say(f"rank {me}: what it has after iteration {done} could not be written: {problem!r}")
             return
@@ -171,6 +188,7 @@ class ElasticRun(Run):
         ranks.all_gather_object("members", None)
         while True:
             before = ranks.record
+            self._hold_folder()
             if ranks.rank == 0 and self._attempts is None:  # since the others were lost at the end
                 with MetricsWriter(self.job.folder, start=self.job.iterations) as writer:
                     self._history = writer.history

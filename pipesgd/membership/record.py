@@ -92,8 +92,12 @@ class Record:
 
     def iterations(self, slices: int) -> int:
         """Return the number of iterations from the first one on that give out this many ``slices``, or a few more."""
-        span = next(span for span in reversed(self.spans) if span.given <= slices)
-        return span.first - (span.given - slices - len(span.given_back)) // span.ranks
+        for span in reversed(self.spans):
+            again = [place + 1 for place, number in enumerate(span.given_back) if number < slices]
+            left = len(span.given_back) + slices - span.given if span.given <= slices else max(again, default=0)
+            if left > 0 or span.given <= slices:
+                break
+        return span.first - -left // span.ranks
 
     def progress(self, iteration: int) -> float:
         """Return the iterations in which the first ranks would have given out the slices before ``iteration``."""

@@ -41,17 +41,19 @@ class Checkpoints:
         self.newest: int | None = None
         """Iteration of the newest checkpoint that all ranks are known to have."""
 
-    def save(self, iteration: int, shared: dict[str, Any], own: dict[str, Any]) -> bool:
+    def save(self, iteration: int, snapshot: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> bool:
         """Write the checkpoint of ``iteration``, then delete old ones; return True if all ranks have written it.
 
         If a rank could not, one warning says which and why, what was written is deleted, and older checkpoints stay.
 
         Args:
             iteration: number of iterations that the run has done.
-            shared: tensors, numbers, strings, lists and dicts that are equal on all ranks.
-            own: values of the same kinds that belong to this rank.
+            snapshot: function that returns (shared, own): tensors, numbers, strings, lists and dicts that are equal on
+                all ranks, and values of the same kinds that belong to this rank. It is called once the ranks have
+                agreed on a name: ranks may be lost before, and the checkpoint is then of those who remain.
         """
         save: str = self._ranks.all_gather_object("a checkpoint's name", uuid.uuid4().hex)[0]
+        shared, own = snapshot()
         place = self._folder.place_for(iteration, save)
         newest = "none is complete yet" if self.newest is None else f"the newest is that of iteration {self.newest}"
         warning = f"the checkpoint of iteration {iteration} could not be written ({{}}); training continues, {newest}"
@@ -75,7 +77,7 @@ class Checkpoints:
     def save_alone(self, iteration: int, shared: dict[str, Any], own: dict[str, Any], rank: int) -> Path:
         """Write the checkpoint of ``rank``, the only one that is left here, and return its path. It does not count.
 
-        The arguments are those of ``save``. Raises ``OSError``.
+        ``shared`` and ``own`` are those of a snapshot of ``save``. Raises ``OSError``.
         """
         place = self._folder.place_alone(iteration, rank)
         write_checkpoint(place, Checkpoint(iteration, uuid.uuid4().hex, shared, own), self._ranks)

@@ -24,39 +24,45 @@ _CONTENT_BYTES = 256
 
 
 class FolderLock:
-    """Holds ``<folder>/.lock`` until it is released or this process ends.
+    """A lock on ``<folder>/.lock`` that ``job`` holds, once it is taken, until it is released or this process ends.
 
     Machines with a common disk share the lock: the first one writes the ``job`` into the file, where others find it.
     """
 
     def __init__(self, folder: Path, job: str):
-        """Take the lock.
+        self._folder, self._job = folder, job
+        self._descriptor: int | None = None
+
+    def take(self) -> None:
+        """Take the lock, also in place of another process of this job, which has ended.
 
         Raises:
             UserInputError: another job holds the lock, or its file cannot be created.
         """
-        self._descriptor: int | None = None
-        path = folder / LOCK_FILE
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except OSError as failure:
-            raise UserInputError(f"output must be a folder to write to; got {path}: {failure.strerror}") from None
-        # A forked child (a loader's worker) may outlive this process, and would keep the lock.
-        self._descriptor = descriptor
-        os.register_at_fork(after_in_child=self.release)
+        folder, path = self._folder, self._folder / LOCK_FILE
+        descriptor = self._open(path) if self._descriptor is None else self._descriptor
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not _try_to_lock(descriptor, fcntl.LOCK_EX, folder):
             holder = _read_holder(path)
-            if holder.get("job") == job:
+            if holder.get("job") == self._job:
                 return
             if time.monotonic() > deadline:
                 self.release()
                 raise _in_use(folder, holder)
             time.sleep(_PAUSE_SECONDS)
-        words = {"job": job, "process": os.getpid(), "machine": platform.node()}
+        words = {"job": self._job, "process": os.getpid(), "machine": platform.node()}
         with contextlib.suppress(OSError):  # if the disk is full, the lock still holds
             os.pwrite(descriptor, json.dumps(words).encode().ljust(_CONTENT_BYTES), 0)
             os.fsync(descriptor)  # else other machines would not see it yet on NFS
+
+    def _open(self, path: Path) -> int:
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError as failure:
+            raise UserInputError(f"output must be a folder to write to; got {path}: {failure.strerror}") from None
+        # A forked child (a loader's worker) may outlive this process, and would keep the lock.
+        os.register_at_fork(after_in_child=self.release)
+        return self._descriptor
 
     def release(self) -> None:
         """Release the lock, so that others can take the folder."""

@@ -85,14 +85,14 @@ def take_folder(
     planned: dict[str, Any] | None = None,
     earlier: dict[str, Any] | None = None,
     exchanges: Mapping[str, str] | None = None,
-) -> FolderLock | None:
+) -> FolderLock:
     """Take ``--output`` for this run on every machine, and return the lock on it. All ranks call this together.
 
     An empty or new folder is taken. A folder that holds this very run is taken with ``--resume``, or when torchrun has
     restarted a job that had taken it before. From a folder that holds any run, ``--overwrite`` deletes that run. The
     ``planned`` values and the ``exchanges`` of parameters with ``--reduce auto`` are stored with the options, and
-    ``earlier`` is what ``earlier_run`` returned. The first rank of each machine has the lock, and must hold it as long
-    as any rank writes.
+    ``earlier`` is what ``earlier_run`` returned. The first rank of each machine has taken the lock, and must hold it as
+    long as any rank writes; if it is lost, the next one must take it.
 
     Raises:
         UserInputError: the folder holds something else, cannot be written to, or is in use.
@@ -105,16 +105,14 @@ def take_folder(
     if planned is not None and earlier is not None:  # rank 0's: another machine may have missed the newest decision
         chosen = {name: earlier["options"].get(name) for name in planned["asked"]}
     first_of_machine = ranks.local_rank == 0
-    lock: FolderLock | None = None
 
     def lock_first() -> None:
-        nonlocal lock
-        lock = FolderLock(folder, job) if ranks.rank == 0 else None
+        if ranks.rank == 0:
+            lock.take()
 
     def lock_and_check() -> None:
-        nonlocal lock
-        if first_of_machine and lock is None:
-            lock = FolderLock(folder, job)
+        if first_of_machine and ranks.rank > 0:
+            lock.take()
         _check(folder, description, resume, overwrite, chosen)  # again: somebody may have come first
         if first_of_machine:  # before any machine with the same disk writes
             _delete(_matching(folder, _CUT_SHORT))
@@ -126,7 +124,7 @@ def take_folder(
             _describe(folder, description)
 
     ranks.raise_together("the output folder", lambda: _check(folder, description, resume, overwrite, chosen))
-    job: str = ranks.all_gather_object("the job's name", uuid.uuid4().hex)[0]
+    lock = FolderLock(folder, ranks.all_gather_object("the job's name", uuid.uuid4().hex)[0])
     try:
         # Machines with a common disk then find the job's name in the lock, whichever of them is faster.
         ranks.raise_together("the lock of the output folder", lock_first)
@@ -135,8 +133,7 @@ def take_folder(
         if ranks.rank == 0:
             ranks.mark_job(f"{TAKEN} {folder}")
     except BaseException:
-        if lock is not None:
-            lock.release()
+        lock.release()
         raise
     return lock
 

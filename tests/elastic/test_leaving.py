@@ -194,7 +194,10 @@ def test_who_is_asked_itself_takes_nothing_any_more(job: _Job) -> None:
 
 
 @pytest.mark.parametrize("letters", range(9))
-def test_who_is_asked_itself_takes_nothing_even_if_the_other_does_not_know(job: _Job, letters: int) -> None:
+def test_who_is_asked_itself_takes_only_what_is_all_there_even_if_the_other_does_not_know(
+    job: _Job, letters: int
+) -> None:
+    """Once the last letter is on its way, the other one does not have it any more."""
     job.drops = lambda letter: isinstance(letter, Wish)
     job.ask(3)
     job.tick(SIGNALS_SECONDS)
@@ -203,10 +206,28 @@ def test_who_is_asked_itself_takes_nothing_even_if_the_other_does_not_know(job: 
     job.all[0].signal = lambda: "SIGTERM"
     job.look(0)
     job.deliver()
-    assert job.taken[0] == []
+    is_all_there = letters >= 6
+    assert job.taken[0] == [bytes(part) for part in DATA] * is_all_there
     job.tick(HANDED_OVER_SECONDS)
-    assert job.all[0].taken_over == {}
-    assert one.given() == (letters >= 6), "then all pieces have arrived, and the last letter leaves"
+    assert job.all[0].taken_over == ({3: 0} if is_all_there else {})
+    assert one.given() == is_all_there
+
+
+def test_who_leaves_alone_takes_nothing_any_more(job: _Job) -> None:
+    """Its own share may be on its way already."""
+    job.drops = lambda letter: isinstance(letter, Wish)
+    job.ask(3)
+    job.tick(SIGNALS_SECONDS)
+    one = hand_over(job, 3)
+    job.deliver(8)
+    assert isinstance(job.letters[0][2], LeftOut)
+    job.all[0].is_due = True
+    job.deliver()
+    assert job.taken[0] == []
+    job.lose(0)
+    job.tick()
+    assert one.given()
+    assert job.taken[1] == [bytes(part) for part in DATA]
 
 
 def test_what_nobody_can_have_taken_is_still_there(job: _Job) -> None:

@@ -110,6 +110,62 @@ def test_the_others_continue_with_their_shares(tmp_path: Path, train: Train) -> 
     assert len(set(slices)) == len(slices)
 
 
+def _lose_in_different_iterations(folder: Path, wire: pipesgd.Wire) -> None:
+    """Rank 1 is lost when rank 0 has begun iterations that rank 2 has not."""
+    ranks, model = _begin()
+    me = ranks.rank
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    told = []
+    with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire, codec="int8") as pipeline:
+        for share in ranks.iterations(12):
+            told.append([share.iteration, share.world_size, [one.member for one in share.lost]])
+            model(torch.ones(8, 10)).mean().backward()
+            pipeline.step()
+            if share.iteration == 6 and me == KILLED:
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if share.iteration == 6 and me == 2:
+                time.sleep(1.5)
+    (folder / f"{me}.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+def test_all_are_told_of_a_loss_in_the_same_iteration(tmp_path: Path) -> None:
+    """Loops may do something then, such as set a new learning rate, which must be the same on all ranks."""
+    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _lose_in_different_iterations)
+    assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
+    told, others = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2))
+    assert told == others
+    assert [ranks for _, ranks, lost in told if lost] == [2]
+    assert [rank for _, _, lost in told for rank in lost] == [KILLED]
+
+
+def _save_after_a_loss(folder: Path, wire: pipesgd.Wire) -> None:
+    """Rank 0 is lost in an iteration in which the others save what they have."""
+    ranks, model = _begin()
+    me = ranks.rank
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire, codec="int4") as pipeline:
+        for share in ranks.iterations(5):
+            if me == 0 and share.iteration == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(8, 10)).mean().backward()
+            pipeline.step()
+            if share.iteration == 3:
+                pipeline.flush()
+                state = pipeline.state_dict()
+                found = [ranks.rank, ranks.world_size, state["rank"], state["world_size"]]
+                (folder / f"{me}.json").write_text(json.dumps(found), encoding="utf-8")
+        with pytest.raises(UserInputError, match=r"regroup\(\) must be left out with elastic ranks"):
+            pipeline.regroup()
+
+
+def test_what_is_saved_where_a_rank_is_lost_is_that_of_those_who_remain(tmp_path: Path) -> None:
+    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _save_after_a_loss)
+    assert codes == [-9, 0, 0], (tmp_path / "log").read_text(encoding="utf-8")
+    found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (1, 2)]
+    assert found == [[0, 2, 0, 2], [1, 2, 1, 2]]
+
+
 # ---- What each rank has its share in
 
 MIDDLE = "in the middle of the sum"

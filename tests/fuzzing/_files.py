@@ -173,7 +173,7 @@ def whole_checkpoints(folder: Path) -> Path:
     place = folder / "whole-checkpoints"
     checkpoints = Checkpoints(place, alone(), keep=100)
     for iteration in (10, 20):
-        checkpoints.save(iteration, *run_state().snapshot(1.5))
+        checkpoints.save(iteration, lambda: run_state().snapshot(1.5))
     return place
 
 

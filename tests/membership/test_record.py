@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesgd.membership.record import Record
+from pipesgd.membership.record import Record, Slices
 
 changes = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 6)), max_size=5)
 """Changes of ranks: the iterations since the one before, and the number of ranks from there on."""
@@ -37,6 +37,15 @@ def test_slices_are_given_out_in_order_each_once(per_epoch: int, ranks: int, cha
     for number in range(1, len(found) + 1):
         needed = record.iterations(number)
         assert record.given(needed - 1) < number <= record.given(needed)
+
+
+def test_what_a_rank_gives_back_at_the_end_is_given_out_within_it() -> None:
+    """Two epochs of 12 slices end in the middle of an iteration, in whose sum another rank is lost."""
+    record = Record.begun(12, 3).followed_by(Slices(2, 2, 6, (5,)))
+    assert record.iterations(12) == 6
+    assert [record.slice_of(5, rank) for rank in range(2)] == [(0, 11), (1, 0)]
+    for back, needed in (((11,), 7), ((12,), 6), ((11, 12), 7), ((12, 11), 8), ((), 6)):
+        assert record.followed_by(Slices(6, 1, 13, back)).iterations(12) == needed
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 40), st.data())

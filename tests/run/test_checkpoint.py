@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
+import functools
 import io
 import os
 import shutil
@@ -100,10 +102,21 @@ def test_no_meeting_at_a_parameter_server_ends_a_slow_write(tmp_path: Path) -> N
     ranks, meetings = join(), []
     ranks.before_gather = meetings.append
     checkpoints = Checkpoints(tmp_path, ranks, keep=1)
-    assert checkpoints.save(1, {}, {})
+    assert checkpoints.save(1, lambda: ({}, {}))
     assert meetings == ["a checkpoint's name"]
     assert checkpoints.load_newest() is not None
     assert meetings == ["a checkpoint's name"]
+
+
+def test_what_is_saved_is_of_the_ranks_that_have_agreed_on_a_name(tmp_path: Path) -> None:
+    """One of them may be lost before, where the others continue without it."""
+    ranks = join()
+    checkpoints, agreed = Checkpoints(tmp_path, ranks, keep=1), []
+    ranks.before_gather = agreed.append
+    assert checkpoints.save(1, lambda: ({"before": list(agreed)}, {}))
+    found = checkpoints.load_newest()
+    assert found is not None
+    assert found.shared == {"before": ["a checkpoint's name"]}
 
 
 @given(share=st.floats(0, 1, exclude_max=True))
@@ -118,7 +131,8 @@ def _save_and_spoil(ranks: Ranks, folder: str, spoilt: dict[int, str]) -> tuple[
     """Save iterations 1 to 5, damage the ``spoilt`` files of rank 1, load; return state, folder names, warnings."""
     checkpoints = Checkpoints(Path(folder), ranks, keep=3)
     for iteration in range(1, 6):
-        checkpoints.save(iteration, {"x": torch.tensor(iteration)}, {"rank": ranks.rank, "iteration": iteration})
+        state = {"x": torch.tensor(iteration)}, {"rank": ranks.rank, "iteration": iteration}
+        checkpoints.save(iteration, functools.partial(copy.copy, state))
     ranks.all_gather_object("pruned", None)
     kept = sorted(path.name for path in Path(folder).iterdir())
     ranks.all_gather_object("saved", None)

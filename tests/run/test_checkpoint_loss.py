@@ -32,11 +32,13 @@ def folder_of(tmp_path: Path, rank: int) -> Path:
     return tmp_path / f"machine-{rank}" / "checkpoints"
 
 
+def _snapshot(iteration: int, **own: Any) -> Callable[[], tuple[dict[str, Any], dict[str, Any]]]:
+    return lambda: ({"x": torch.tensor(iteration)}, own)
+
+
 def save(ranks: Ranks, tmp_path: Path, *iterations: int, keep: int = 3) -> list[bool]:
     checkpoints = Checkpoints(folder_of(tmp_path, ranks.rank), ranks, keep=keep)
-    return [
-        checkpoints.save(iteration, {"x": torch.tensor(iteration)}, {"rank": ranks.rank}) for iteration in iterations
-    ]
+    return [checkpoints.save(iteration, _snapshot(iteration, rank=ranks.rank)) for iteration in iterations]
 
 
 def load(ranks: Ranks, tmp_path: Path) -> Any:
@@ -123,7 +125,7 @@ def _load_and_fail_to_save(ranks: Ranks, tmp_path: Path) -> tuple[int, bool]:
     checkpoints = Checkpoints(folder_of(tmp_path, 0), ranks, keep=3)
     found = checkpoints.load_newest()
     assert found is not None
-    return found.iteration, checkpoints.save(40, {"x": torch.tensor(40)}, {"rank": 0})
+    return found.iteration, checkpoints.save(40, _snapshot(40, rank=0))
 
 
 def test_a_checkpoint_whose_second_renaming_fails_is_loaded_and_stays(
@@ -263,7 +265,7 @@ def _save_on_a_full_disk(ranks: Ranks, tmp_path: Path) -> tuple[list[bool], list
                 folder.unlink()
                 folder.with_name("elsewhere").rename(folder)
         own = torch.zeros(100_000 if iteration == 40 else 10)
-        written.append(checkpoints.save(iteration, {"x": torch.tensor(iteration)}, {"own": own}))
+        written.append(checkpoints.save(iteration, _snapshot(iteration, own=own)))
         newest.append(checkpoints.newest)
     return written, newest
 
