@@ -19,6 +19,8 @@ class Workload:
     """Seconds of the set-up and the evaluation on the whole test set."""
     long: bool = True
     """True if it is also tried at the longest length."""
+    factored: bool = True
+    """False if its matrices are too small for factors of low rank, which would be no method of its own there."""
     by_loss: bool = True
     """True if the loss is judged, False for the accuracy."""
 
@@ -45,6 +47,7 @@ WORKLOADS = {
         lr=0.008,
         ms=(13, 15),
         test_s=9,
+        factored=False,
     ),
     "transformer, Muon": Workload(
         words=f"--dataset python-stdlib {TIED} --optimizer muon --weight-decay 0.1",

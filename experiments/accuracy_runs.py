@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments import simulated_runs
-from experiments.accuracy_methods import COMPARED, METHODS, SYNCHRONOUS, WAYS, WORKLOADS, named
+from experiments.accuracy_methods import COMPARED, METHODS, OF_LOW_RANK, SYNCHRONOUS, WAYS, WORKLOADS, named
 from experiments.simulated_runs import WORLD_SIZE, Run
 from pipesgd.errors import UserInputError
 
@@ -17,7 +17,7 @@ SEARCHED, LONG = (200, 600), 3000
 """Lengths, in iterations, with rates of their own and all methods; and one with the rates of the longest of them."""
 RATE_SEEDS, SEEDS, MORE_SEEDS = (100, 101), tuple(range(5)), tuple(range(5, 10))
 """Seeds that rates are chosen on, those of every cell, and those added to both sides of a difference that is open."""
-FIRST_TRIED, MOST_TRIED = (-1, 0, 1), 6
+FIRST_TRIED, MOST_TRIED = (-1, 0, 1), 8
 """Powers of two times a workload's rate that are tried first, and the most that are tried until the best has a worse
 one on each side."""
 STEADY, MOST_LOWERED = 3.0, 2
@@ -158,7 +158,7 @@ def rates_of(cell: Cell, seeds: Sequence[int], runs: Runs) -> tuple[list[Planned
     Rates of other methods, whose search is not finished, are left out.
     """
     first = searched(cell, SYNCHRONOUS, runs)
-    others = [name for name in METHODS if METHODS[name].rate_of == name and name != SYNCHRONOUS]
+    others = [name for name in methods_of(cell) if METHODS[name].rate_of == name and name != SYNCHRONOUS]
     searches = {SYNCHRONOUS: first} | {name: searched(cell, name, runs, also=first[1]) for name in others}
     every = [one for planned, _, _ in searches.values() for one in planned]
     best_of = {name: best for name, (_, best, _) in searches.items() if best is not None}
@@ -173,9 +173,11 @@ def rates_of(cell: Cell, seeds: Sequence[int], runs: Runs) -> tuple[list[Planned
 
 def methods_of(cell: Cell) -> list[str]:
     """Return the methods that are tried in a cell."""
+    workload = WORKLOADS[cell.workload]
+    fit = [name for name, method in METHODS.items() if workload.factored or OF_LOW_RANK not in method.words]
     if cell.iterations != LONG:
-        return list(METHODS)
-    return [name for name, method in METHODS.items() if method.long] if WORKLOADS[cell.workload].long else []
+        return fit
+    return [name for name in fit if METHODS[name].long] if workload.long else []
 
 
 def ways_of(cell: Cell, rates: Rates | None, seeds: Sequence[int], runs: Runs) -> list[str]:

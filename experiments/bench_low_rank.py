@@ -226,10 +226,6 @@ def show(setting: Setting, rows: Sequence[Row]) -> None:
     )
 
 
-def _kilobytes(nbytes: float | None) -> str:
-    return "" if nbytes is None else f"{nbytes / 1e3:.0f}"
-
-
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command: on testbeds, or, started by torchrun, as one of a testbed's ranks."""
     options = command.parser(NAME, __doc__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from _ranks import run_module
 from matplotlib.figure import Figure
 from torch import nn
 
-from experiments import accuracy_models
+from experiments import accuracy, accuracy_models
 from experiments.accuracy import FIGURE, NOT_RUN, main, message, parse, plot, tabulate
 from experiments.accuracy_methods import LATE, LOW_RANK, METHODS, SYNCHRONOUS, TRAINED, WAYS, WORKLOADS, named
 from experiments.accuracy_models import (
@@ -37,12 +38,16 @@ from experiments.accuracy_runs import (
     Planned,
     interval,
     lowered,
+    methods_of,
     plan,
     searched,
 )
 from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import Run
 from pipesgd.cli import parse as parse_training
+from pipesgd.errors import UserInputError
+from pipesgd.planning.accuracy import MEASURED
+from pipesgd.reducers.powersgd import PowerSgd
 from timing_model.alternatives import LARGER_RANK_COST, LOW_RANK_COST
 
 pytestmark = pytest.mark.slow
@@ -360,6 +365,13 @@ def test_a_tied_transformer_has_one_table() -> None:
     assert model(torch.zeros(3, 8, dtype=torch.long)).shape == (3, 8, 20)
 
 
+def test_factors_are_not_tried_where_all_matrices_are_too_small_for_them() -> None:
+    for shape in ((8, 64), (192, 8), (64, 8)):  # those of adapters of rank 8, as in the next test
+        assert PowerSgd().rule.matrices(torch.empty(shape)) == []
+    assert {LOW_RANK, "compress low rank"} == set(METHODS) - set(methods_of(Cell("LoRA", 200)))
+    assert not any("powersgd" in one.words for one in plan(["LoRA"], SEARCHED, SEEDS, {}, most=True))
+
+
 def test_adapters_alone_are_trained_and_begin_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy_models, "BASE_ITERATIONS", 2)
     monkeypatch.setattr(accuracy_models, "read_text", lambda name: (b"# a comment\n" * 100, b""))
@@ -405,6 +417,22 @@ def test_the_convnet_normalises_batches() -> None:
 )
 def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
     check_refused(parse, words, message, tmp_path)
+
+
+@pytest.mark.parametrize("words", [["--seeds", "3"], ["--workloads", "digits"]])
+def test_the_published_table_is_not_made_from_fewer_seeds_or_other_workloads(words: Sequence[str]) -> None:
+    with pytest.raises(UserInputError, match=r"--output must name another folder .* with fewer seeds, or with digits"):
+        parse([*words, "--output", str(RESULTS / ".." / "results")], by_torchrun=False)
+
+
+def test_the_published_table_is_that_of_all_also_after_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part must not replace the rows of the others, neither in the results nor in what runs speak of."""
+    shutil.copy(RESULTS / "accuracy.runs.json", tmp_path)
+    monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
+    monkeypatch.setattr(accuracy, "MEASURED", tmp_path / "measured.json")
+    make_runs(main, ["--workloads", "LoRA", "--lengths", "200", "--finished", "--output", str(tmp_path)])
+    assert load(tmp_path / "accuracy.csv") == load(RESULTS / "accuracy.csv")
+    assert (tmp_path / "measured.json").read_bytes() == MEASURED.read_bytes()
 
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
