@@ -234,6 +234,7 @@ class AttachedPipeline(OnPipeline):
             ddp_model,
             width,
             updates,
+            type(optimizer).__name__,
         )
 
     def step(self) -> StepReport:

@@ -55,7 +55,8 @@ class Proof:
         tally: the reports of all steps.
         parameters: the parameters that are trained, in the order of the forward pass; none if nothing is to be said
             about DDP.
-        model: the model, and ``width`` and ``updates`` those of its pipeline, if its accuracy is to be spoken of.
+        model: the model, if its accuracy is to be spoken of; ``width``, ``updates`` and ``optimizer``, a name, are
+            those of its pipeline.
         hides: False for a method that waits for each mean.
     """
 
@@ -69,10 +70,12 @@ class Proof:
         model: nn.Module | None = None,
         width: int = 1,
         updates: Updates | None = None,
+        optimizer: str = "",
         *,
         hides: bool = True,
     ):
         self._model, self._width, self._codec, self._updates = model, width, codec, updates
+        self._optimizer = optimizer
         self._hides = hides
         self._speaks = flight.ranks.rank == 0 and not os.environ.get(QUIET)
         self._tally = tally
@@ -118,7 +121,12 @@ class Proof:
         if self._model is not None:
             width = self._width if totals.late else 1
             known = accuracy.line(
-                self._model, width=width, codec=self._codec, iterations=iterations, updates=self._updates
+                self._model,
+                width=width,
+                codec=self._codec,
+                iterations=iterations,
+                updates=self._updates,
+                optimizer=self._optimizer,
             )
             if known is not None:
                 say(f"pipesgd: {known}")

@@ -26,8 +26,7 @@ CODECS = {
     ("int4", 128, False, True): "int4, blocks of 128",
     ("int4", 256, True, False): "int4, stochastic",
 }
-"""Names in the table of codecs, but for those of low rank, by name, block, and whether they round at random and give back
-what they leave out."""
+"""Names in the table of codecs but low rank, by name, block, rounding at random, and giving back what was left out."""
 RANK = 4
 """Rank of "low rank" in the table."""
 NOT_LATE = ("guard", "clip_norm", "clip_value", "on_nonfinite")
@@ -59,8 +58,13 @@ def _low_rank(codec: Any, iterations: int) -> str | None:
     return f"low rank{rank}{', dense start of a quarter' * (codec.dense_start > 0)}"
 
 
-def workload(model: nn.Module) -> str | None:
-    """Return what the table calls the training that is most like that of ``model``; None if none is."""
+def workload(model: nn.Module, optimizer: str = "") -> str | None:
+    """Return what the table calls the training that is most like that of ``model``; None if none is.
+
+    With Adagrad it is the one with Adagrad, whatever the model: late gradients cost most there.
+    """
+    if optimizer.lower() == "adagrad":
+        return "MLP, Adagrad"
     sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
     modules = list(model.modules())
     rows = [one.num_embeddings for one in modules if isinstance(one, nn.Embedding)]
@@ -74,16 +78,23 @@ def workload(model: nn.Module) -> str | None:
 
 
 def line(
-    model: nn.Module, *, width: int, codec: CodecOptions, iterations: int, updates: Updates | None = None
+    model: nn.Module,
+    *,
+    width: int,
+    codec: CodecOptions,
+    iterations: int,
+    updates: Updates | None = None,
+    optimizer: str = "",
 ) -> str | None:
     """Return the line; None for a run whose gradients are neither late nor of fewer than 8 bits.
 
-    Late gradients of the table have the default prediction and start; ``updates`` are those of the run.
+    Late gradients of the table have the default prediction and start; ``updates`` are those of the run, and
+    ``optimizer`` the name of its optimizer.
     """
     if width == 1 and codec.codec in (*FINE, "int8"):
         return None
     others = {} if width == 1 or updates is None else differing(updates, but=NOT_LATE)
-    name, like = method(width, codec, iterations), workload(model)
+    name, like = method(width, codec, iterations), workload(model, optimizer)
     rows = [row for row in _measured() if row["method"] == name and row["workload"] == like and not others]
     if not rows:
         words = [f"{option.replace('_', ' ')} {value}" for option, value in others.items()]
@@ -108,8 +119,14 @@ def line_of_run(config: TrainConfig, model: nn.Module, iterations: int) -> str |
     """Return what is known of the accuracy of runs like this one; None if there is nothing to be said."""
     if config.pipeline.strategy != "pipelined" or config.in_windows:
         return None
-    codec, width = config.compression.chosen(), config.pipeline.width
-    return line(model, width=width, codec=codec, iterations=iterations, updates=config.updates)
+    return line(
+        model,
+        width=config.pipeline.width,
+        codec=config.compression.chosen(),
+        iterations=iterations,
+        updates=config.updates,
+        optimizer=config.optimization.optimizer,
+    )
 
 
 @functools.cache

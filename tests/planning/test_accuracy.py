@@ -127,6 +127,14 @@ def test_the_length_is_the_nearest_that_is_finished(iterations: int, nearest: in
     )
 
 
+@pytest.mark.parametrize(("words", "unit"), [("--optimizer adagrad", "accuracy"), ("--optimizer adamw", "loss")])
+def test_adagrad_counts_more_than_the_model(words: str, unit: str) -> None:
+    said = line_of_run(parse(f"--width 2 --codec int8 {words}".split()), WORDS, 200)
+    assert said is not None
+    assert ("MLP, Adagrad" in said) == ("adagrad" in words)
+    assert f"): {unit} " in said
+
+
 def test_points_of_accuracy_that_were_lost_are_below_zero() -> None:
     """The table counts what is lost, for both units."""
     row = _row("convnet, batch norm", 600, "compress low rank")
