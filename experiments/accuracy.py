@@ -55,7 +55,7 @@ from experiments.accuracy_runs import (
     ways_of,
 )
 from experiments.figures import PaperFigure
-from experiments.results import RESULTS, Row, save
+from experiments.results import Row, save
 from experiments.simulated_runs import WORLD_SIZE, Plan
 from experiments.simulated_tables import mean_of_all
 from pipesgd.errors import UserInputError
@@ -232,7 +232,7 @@ def publish(rows: list[Row], runs: Runs, folder: Path) -> None:
     save(NAME, rows, extra=extra, folder=folder)
     if any(map(FIGURE.has, rows)):
         FIGURE.save(rows, folder)
-    if folder.resolve() == RESULTS:
+    if command.is_published(folder):
         MEASURED.write_text(json.dumps(shipped(rows), indent=1) + "\n", encoding="utf-8")
     command.show(
         "Cost next to synchronous training after the same samples, paired by seed, with 95 % intervals",
@@ -272,7 +272,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
             raise UserInputError(f"--lengths must be among {', '.join(map(str, known))}; got {length}")
     arguments.seeds = seeds_of(arguments)
     is_part = arguments.seeds != SEEDS or not set(arguments.workloads) <= set(TRAINED)
-    if is_part and arguments.output.resolve() == RESULTS:
+    if is_part and command.is_published(arguments.output):
         raise UserInputError(
             "--output must name another folder than that of the full results with fewer seeds, or with digits"
         )
@@ -299,7 +299,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     if not arguments.finished:
         say_how_long(partial(wanted, most=True), arguments, console)
     done = simulated_runs.finished_runs(wanted, arguments, NAME, console, expected=partial(wanted, most=True))
-    if arguments.output.resolve() == RESULTS:
+    if command.is_published(arguments.output):
         arguments.workloads, arguments.lengths = TRAINED, (*SEARCHED, LONG)
         arguments.finished, arguments.fresh = True, False
         done = simulated_runs.finished_runs(

@@ -75,7 +75,7 @@ def parse(options: Parser, words: Sequence[str]) -> argparse.Namespace:
     arguments = options.parse_args(words)
     folder: Path = arguments.output
     for option in ("quick", "only"):
-        if getattr(arguments, option, None) and folder.resolve() == RESULTS:
+        if getattr(arguments, option, None) and is_published(folder):
             raise UserInputError(f"--output must name another folder than that of the full results with --{option}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,6 +84,11 @@ def parse(options: Parser, words: Sequence[str]) -> argparse.Namespace:
     if not os.access(folder, os.W_OK):
         raise UserInputError(f"--output must be a folder to write to; got {folder}")
     return arguments
+
+
+def is_published(folder: Path) -> bool:
+    """Return True if this is the folder of the full results, however it is written."""
+    return folder.resolve() == RESULTS
 
 
 def at_least(least: int) -> Callable[[str], int]:

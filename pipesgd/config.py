@@ -353,6 +353,10 @@ class TrainConfig:
         planning = dataclasses.replace(self.planning, auto=(), chosen=(*self.planning.chosen, *self.planning.auto))
         return dataclasses.replace(self.with_options(**choices), planning=planning)
 
+    def with_choices_of(self, plan: dict[str, Any]) -> TrainConfig:
+        """Return ``with_choices`` of a ``plan``, which may also name options that were not to be chosen."""
+        return self.with_choices({name: plan[name] for name in self.planning.auto})
+
     def with_options(self, **values: Any) -> TrainConfig:
         """Return the configuration with other ``values`` of options, whatever sections they are in."""
         fields = {name.replace("-", "_"): value for name, value in values.items()}

@@ -8,7 +8,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,17 +206,23 @@ def test_an_elastic_job_forwards_signals_to_all_ranks(number: signal.Signals, st
     assert any(line.startswith(f"stopped by {number.name} after iteration ") for line in job.lines)
 
 
+def raise_at_each_start(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process get a signal whenever it has started another one."""
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+
+
 PLACE: dict[str, Any] = {"machine": 0, "machines": 1, "host": "127.0.0.1", "port": None}
 
 
 @pytest.mark.parametrize("under_nohup", [False, True])
 def test_a_hang_up_ends_no_elastic_job_under_nohup(under_nohup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Popen(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any):
-            super().__init__(*arguments, **options)
-            signal.raise_signal(signal.SIGHUP)
-
-    monkeypatch.setattr(subprocess, "Popen", Popen)
+    raise_at_each_start(signal.SIGHUP, monkeypatch)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     try:
         code = launch_elastic("sh", ["-c", "sleep 1"], ranks=1, **PLACE)
@@ -226,11 +231,13 @@ def test_a_hang_up_ends_no_elastic_job_under_nohup(under_nohup: bool, monkeypatc
     assert code == (0 if under_nohup else 128 + signal.SIGHUP)
 
 
-def test_a_rank_that_still_works_when_another_one_has_ended_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_still_works_when_another_one_has_ended_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(elastic_launch, "LEFT_SECONDS", 0.1)
-    begin = time.monotonic()
-    assert launch_elastic("sh", ["-c", "[ $RANK = 1 ] && sleep 1; exit 0"], ranks=2, **PLACE) == 0
-    assert time.monotonic() > begin + 1
+    works = f"[ $RANK = 1 ] && sleep 1 && touch {shlex.quote(str(tmp_path / 'done'))}; exit 0"
+    assert launch_elastic("sh", ["-c", works], ranks=2, **PLACE) == 0
+    assert (tmp_path / "done").exists()
 
 
 def test_a_rank_that_was_left_behind_and_is_stopped_does_not_keep_the_job_waiting(
@@ -252,12 +259,7 @@ def test_a_signal_while_ranks_are_being_started_reaches_each_once(monkeypatch: p
         assert len(sent) < 10
         kill(pid, number)
 
-    class Popen(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any):
-            super().__init__(*arguments, **options)
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(subprocess, "Popen", Popen)
+    raise_at_each_start(signal.SIGTERM, monkeypatch)
     monkeypatch.setattr(os, "kill", count)
     assert launch_elastic("sleep", ["60"], ranks=2, **PLACE) == 128 + signal.SIGTERM
     assert len(sent) == 4  # two signals, two ranks

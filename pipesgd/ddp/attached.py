@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ from pipesgd.pipeline.exchanges import Exchanges
 from pipesgd.pipeline.on_pipeline import OnPipeline
 from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.pipeline.true_weights_hooks import unwrapped
+from pipesgd.planning import accuracy
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.make import check_momentum
 from pipesgd.rules import IN_DDP, check_rules, options_of_sections
@@ -231,10 +233,14 @@ class AttachedPipeline(OnPipeline):
             self._codec_options,
             self.tally,
             trained,
-            ddp_model,
+            functools.partial(
+                accuracy.line,
+                ddp_model,
+                codec=self._codec_options,
+                updates=updates,
+                optimizer=type(optimizer).__name__,
+            ),
             width,
-            updates,
-            type(optimizer).__name__,
         )
 
     def step(self) -> StepReport:

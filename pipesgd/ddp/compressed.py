@@ -30,6 +30,7 @@ from pipesgd.pipeline.flight import Flight
 from pipesgd.pipeline.in_flight import WHOLE, Layout, Outgoing
 from pipesgd.pipeline.on_pipeline import taken_over
 from pipesgd.pipeline.sameness import check_same_products, check_same_settings, plain, settings_of
+from pipesgd.planning import accuracy
 from pipesgd.ranks import current
 from pipesgd.reducers.base import OfParameters, added_by_place, added_up, as_real
 from pipesgd.rules import CODEC, check_rules, options_of_sections
@@ -130,7 +131,8 @@ class CompressedBuckets:
             """Reports of all backward passes, which ``totals`` adds up."""
             self._of_buckets = register_comm_hook(ddp_model, self.take_bucket)
             trained = self._parameters
-            self._proof = Proof("compress", self.flight, options, self.tally, trained, ddp_model, hides=False)
+            known = functools.partial(accuracy.line, ddp_model, codec=options)
+            self._proof = Proof("compress", self.flight, options, self.tally, trained, known, hides=False)
         except BaseException:
             self._end()
             raise

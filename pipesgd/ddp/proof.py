@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.pipeline.flight import Flight
-from pipesgd.planning import accuracy
 from pipesgd.planning.ddp_time import Uncompressed, ddp_seconds
 from pipesgd.process import QUIET, say
 from pipesgd.reducers.dense import DenseReducer
-from pipesgd.sections import Updates
 from pipesgd.strategy import Tally
 from timing_model.units import format_bytes, format_seconds
 
@@ -55,8 +53,8 @@ class Proof:
         tally: the reports of all steps.
         parameters: the parameters that are trained, in the order of the forward pass; none if nothing is to be said
             about DDP.
-        model: the model, if its accuracy is to be spoken of; ``width``, ``updates`` and ``optimizer``, a name, are
-            those of its pipeline.
+        accuracy: function that returns the line on accuracy, given ``width`` and ``iterations``; None if there is none.
+        width: the width at which gradients are late.
         hides: False for a method that waits for each mean.
     """
 
@@ -67,15 +65,12 @@ class Proof:
         codec: CodecOptions,
         tally: Tally,
         parameters: Sequence[Tensor],
-        model: nn.Module | None = None,
+        accuracy: Callable[..., str | None] | None = None,
         width: int = 1,
-        updates: Updates | None = None,
-        optimizer: str = "",
         *,
         hides: bool = True,
     ):
-        self._model, self._width, self._codec, self._updates = model, width, codec, updates
-        self._optimizer = optimizer
+        self._accuracy, self._width = accuracy, width
         self._hides = hides
         self._speaks = flight.ranks.rank == 0 and not os.environ.get(QUIET)
         self._tally = tally
@@ -118,15 +113,7 @@ class Proof:
                 low, high = map(format_seconds, found)
                 text += f"; DDP would take about {low} to {high}, calculated"
         say(text)
-        if self._model is not None:
-            width = self._width if totals.late else 1
-            known = accuracy.line(
-                self._model,
-                width=width,
-                codec=self._codec,
-                iterations=iterations,
-                updates=self._updates,
-                optimizer=self._optimizer,
-            )
+        if self._accuracy is not None:
+            known = self._accuracy(width=self._width if totals.late else 1, iterations=iterations)
             if known is not None:
                 say(f"pipesgd: {known}")

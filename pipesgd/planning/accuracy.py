@@ -50,7 +50,7 @@ def method(width: int, codec: CodecOptions, iterations: int) -> str | None:
 
 
 def _low_rank(codec: Any, iterations: int) -> str | None:
-    """Return what the table calls factors of low rank, without whole gradients or after a quarter of them, or more."""
+    """Return what the table calls factors of low rank, without whole gradients or after a quarter of them to a half."""
     is_dense = iterations <= 4 * codec.dense_start <= 2 * iterations
     if codec.compression is not None or codec.factors != "fp32" or (codec.dense_start and not is_dense):
         return None

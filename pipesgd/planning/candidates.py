@@ -111,7 +111,7 @@ def heard(planned: Planned, paces: Sequence[Pace], config: TrainConfig) -> Plann
     """Return the plan after an audition of its candidates: with the winner, and what was measured of it."""
     best = best_of(planned.candidates, paces)
     low, high = paces[best].interval
-    start = start_iterations(_chosen(config, planned.candidates[best]), planned.iterations)
+    start = start_iterations(config.with_choices_of(planned.candidates[best]), planned.iterations)
     start_seconds = planned.start_seconds or planned.iteration_seconds  # else the plan was synchronous
     job_seconds = paces[best].mean * (planned.iterations - start) + start_seconds * start
     return dataclasses.replace(
@@ -128,11 +128,6 @@ def heard(planned: Planned, paces: Sequence[Pace], config: TrainConfig) -> Plann
         support=MEASURED,
         reasons=[],
     )
-
-
-def _chosen(config: TrainConfig, candidate: Choices) -> TrainConfig:
-    """Return the configuration with what a candidate chooses."""
-    return config.with_choices({name: candidate[name] for name in config.planning.auto})
 
 
 # ---- Measuring
@@ -159,7 +154,8 @@ def audition(
     candidates = [planned.candidates[number] for number in kept]
 
     def make(number: int, own: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Pipelined:
-        settled = _chosen(config, candidates[number]).with_options(synchronous_start=0, dense_start=None, guard=False)
+        chosen = config.with_choices_of(candidates[number])
+        settled = chosen.with_options(synchronous_start=0, dense_start=None, guard=False)
         return make_pipeline(settled, own, optimizer, scaler, ranks, reduce)
 
     modes, begin = list(map(_mode, candidates)), time.perf_counter()

@@ -125,7 +125,7 @@ def plan_run(
         from pipesgd.planning.candidates import audition
 
         planned, found = audition(planned, found, config, ranks, model, batches, reduce, console)
-    return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned, found
+    return config.with_choices_of(planned.choices), planned, found
 
 
 def save_cluster(profile: Profile, path: Path) -> None:
@@ -203,7 +203,7 @@ def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig
 
     options, planned = earlier["options"], earlier["planned"]
     try:
-        config = config.with_choices({name: options[name] for name in config.planning.auto})
+        config = config.with_choices_of(options)
         if planned is None:
             return config, None
         found = Planned.from_json(planned)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from _waiting import wait_until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,12 +121,13 @@ def _lose_in_different_iterations(folder: Path, wire: pipesgd.Wire) -> None:
         for share in ranks.iterations(12):
             told.append([share.iteration, share.world_size, [one.member for one in share.lost]])
             model(torch.ones(8, 10)).mean().backward()
+            if share.iteration == 8 and me == 0:
+                (folder / "ahead").touch()
             pipeline.step()
+            if share.iteration == 6 and me > 0:
+                wait_until((folder / "ahead").exists)
             if share.iteration == 6 and me == KILLED:
-                time.sleep(0.5)
                 os.kill(os.getpid(), signal.SIGKILL)
-            if share.iteration == 6 and me == 2:
-                time.sleep(1.5)
     (folder / f"{me}.json").write_text(json.dumps(told), encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ from _ranks import run_module
 from matplotlib.figure import Figure
 from torch import nn
 
-from experiments import accuracy, accuracy_models
+from experiments import accuracy, accuracy_models, command
 from experiments.accuracy import FIGURE, NOT_RUN, main, message, parse, plot, tabulate
 from experiments.accuracy_methods import LATE, LOW_RANK, METHODS, SYNCHRONOUS, TRAINED, WAYS, WORKLOADS, named
 from experiments.accuracy_models import (
@@ -428,7 +428,7 @@ def test_the_published_table_is_not_made_from_fewer_seeds_or_other_workloads(wor
 def test_the_published_table_is_that_of_all_also_after_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part must not replace the rows of the others, neither in the results nor in what runs speak of."""
     shutil.copy(RESULTS / "accuracy.runs.json", tmp_path)
-    monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.setattr(accuracy, "MEASURED", tmp_path / "measured.json")
     make_runs(main, ["--workloads", "LoRA", "--lengths", "200", "--finished", "--output", str(tmp_path)])
     assert load(tmp_path / "accuracy.csv") == load(RESULTS / "accuracy.csv")

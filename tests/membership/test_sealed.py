@@ -151,7 +151,7 @@ def test_a_wait_for_a_value_that_stays_wrong_ends_and_says_so(secret: Secret) ->
 
 
 @contextlib.contextmanager
-def stranger(act: Callable[[], None]) -> Iterator[None]:
+def repeatedly(act: Callable[[], None]) -> Iterator[None]:
     """Let a thread do this again and again."""
     ended = threading.Event()
 
@@ -186,7 +186,7 @@ def test_addresses_of_gloo_are_sealed_and_forged_ones_are_not_used(secret: Secre
         store = part(rank_store(raw.clone(), secret), "a group")  # type: ignore[attr-defined]
         watched = store.clone()  # type: ignore[attr-defined]
         # As the watcher of every job does: who waits no more must write again what another one has not read.
-        with stranger(lambda: watched.check(["a beat"])):
+        with repeatedly(lambda: watched.check(["a beat"])):
             group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=20))
             groups.append(group)
             tensor = torch.full((3,), number + 1.0)
@@ -194,7 +194,7 @@ def test_addresses_of_gloo_are_sealed_and_forged_ones_are_not_used(secret: Secre
         sums[number] = tensor.tolist()
 
     raw_of_stranger = raw.clone()  # type: ignore[attr-defined]
-    with stranger(forge):
+    with repeatedly(forge):
         in_threads(2, rank, 20.0)
     assert sums == [[3.0] * 3] * 2
     assert len(forged) >= 2
@@ -211,7 +211,7 @@ def exchange(secret: Secret, raw: dist.Store, act: Callable[[dist.Store], None],
         except CommunicationError as error:
             answers[number] = error
 
-    with stranger(lambda: act(raw)):
+    with repeatedly(lambda: act(raw)):
         in_threads(2, rank, 20.0)
     return answers
 
@@ -296,7 +296,7 @@ def test_forged_beats_news_and_failures_end_no_healthy_job(fast: None, replayed:
         Ranks(rank=rank, world_size=3, store=rank_store(raw, secret), secret=secret, standing=Standing(2.0))
         for rank in range(3)
     ]
-    with stranger(act):
+    with repeatedly(act):
         stops += [ranks.watch(found.append) for ranks in all_ranks]
         time.sleep(6.0)
         found_until_now = list(found)
@@ -358,7 +358,7 @@ def test_a_name_that_is_forged_for_a_moment_is_no_reason_to_refuse(
     def rank(number: int) -> None:
         sessions[number] = open_session(rank_store(raw, secret), number, 2, 20.0)
 
-    with stranger(act):
+    with repeatedly(act):
         in_threads(2, rank, 20.0)
     sessions[0].set("a key", "a value")
     assert sessions[1].get("a key") == b"a value"
