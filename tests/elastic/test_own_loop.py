@@ -128,6 +128,8 @@ def _lose_in_different_iterations(folder: Path, wire: pipesgd.Wire) -> None:
                 wait_until((folder / "ahead").exists)
             if share.iteration == 6 and me == KILLED:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if share.iteration == 6 and me == 2:
+                wait_until(lambda: ranks.members.is_interrupted or len(ranks.members.history) > 1)
     (folder / f"{me}.json").write_text(json.dumps(told), encoding="utf-8")
 
 
