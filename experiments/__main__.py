@@ -121,6 +121,7 @@ EXPERIMENTS = (
         words="bench_transport --rate 200mbit --latency 10ms --loss 0.1% --sizes 10000000 40000000",
         minutes=25,
     ),
+    Experiment(name="bench_transport_training", words="bench_transport_training", minutes=9),
     Experiment(name="bench_codecs", words="bench_codecs", minutes=15),
     Experiment(name="accuracy", words="accuracy", minutes=7 * 60),
     Experiment(name="halves", words="halves", minutes=12),
