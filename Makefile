@@ -38,10 +38,10 @@ test: lint
 check: lint
 	$(BIN)/pytest $(WORKERS) --tier centre -m "not slow"
 
-# Published systems, and the tables that compare them; and what exchanges gradients, over connections of our own.
+# Published systems, and the tables that compare them; and what exchanges gradients, over gloo.
 test-systems: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier systems
-	PIPESGD_TESTED_TRANSPORT=tcp $(BIN)/pytest $(WORKERS) --tier centre $(EXCHANGES)
+	PIPESGD_TESTED_TRANSPORT=gloo $(BIN)/pytest $(WORKERS) --tier centre $(EXCHANGES)
 
 # Jobs as torchrun starts them, measurements, long simulations, emulated clusters, pages and packages.
 test-processes: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp

@@ -5,7 +5,7 @@
 
 A cell is a number of nodes and the rate of their links. The nodes are on one machine and share its GPU, which serves
 one rank at a time: an iteration without communication is one that computes next to the others. Every iteration ends
-with a wait for the GPU, as by ``loss.item()``. DDP is on gloo, as pipesgd is: nccl refuses ranks that share a GPU.
+with a wait for the GPU, as by ``loss.item()``. DDP is on gloo: nccl refuses ranks that share a GPU.
 loops_on_links.py says how the contenders are timed. "wire" is the time of the all-reduce's bytes on
 the links, headers included.
 """

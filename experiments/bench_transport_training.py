@@ -32,7 +32,7 @@ from pipesgd import keys
 from pipesgd.errors import RunError
 from pipesgd.membership.secret import VARIABLE
 from pipesgd.ranks import Ranks, join
-from pipesgd.sections import TRANSPORTS
+from pipesgd.sections import DEFAULT_TIMEOUT, TRANSPORTS
 
 NODES = 4
 LINK = Link(rate=200e6)
@@ -49,6 +49,7 @@ def train(codec: str, effort: Effort, secret: str, file: Path) -> None:
     torch.set_num_threads(1)
     os.environ[VARIABLE] = secret
     ranks, samples = join(), Samples()
+    ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     with ExitStack() as stack:
         trained = {
             name: stack.enter_context(pipeline(ACCELERATOR[codec], ranks, codec=codec, transport=name))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipesgd.checks import check_at_least, check_one_of
+from pipesgd.checks import LONGEST_TIMEOUT, check_at_least, check_one_of
 from pipesgd.codecs.base import OwnCodec, mixed
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
@@ -33,25 +33,25 @@ from pipesgd.comm.native import check_ddp_on_gloo
 from pipesgd.comm.own_all_reduce import agreed_schedule
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.thread import CommunicationThread
-from pipesgd.comm.transport import TorchTransport
-from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
+from pipesgd.comm.transport import Links, TorchLinks
+from pipesgd.errors import CommunicationError, DeadlineExceeded, OutOfStepError, UserInputError
 from pipesgd.flat_buffer import are_finite, take_mean, take_shares
 from pipesgd.functions import OWN, kind
 from pipesgd.membership.heartbeat import Standing
 from pipesgd.membership.sealed import part, sealed
-from pipesgd.membership.secret import job_secret
+from pipesgd.membership.secret import Secret, job_secret
 from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.process import say
-from pipesgd.ranks import Ranks, lost
+from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import compiled_codec
-from pipesgd.sections import all_reduce_name
+from pipesgd.sections import TRANSPORTS, all_reduce_name, check_segment_bytes, default_transport
 from timing_model.schedules import SCHEDULES, SEGMENT_BYTES, Algorithm
 
 NAME = "pipesgd"
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of the tensors whose sums are compressed. Nobody who takes float64 wants it rounded."""
-VARIABLES = ("codec", "all_reduce", "least_bytes", "segment_bytes")
+VARIABLES = ("codec", "all_reduce", "least_bytes", "segment_bytes", "transport")
 """Fields of ``BackendOptions`` that are read from environment variables: ``PIPESGD_CODEC`` and so on."""
 
 LEAST_BYTES = 8
@@ -107,12 +107,19 @@ class BackendOptions:
     """Size in bytes of the smallest tensor whose sum counts as large, at least 8."""
     segment_bytes: int = SEGMENT_BYTES
     """Size in bytes of the largest message."""
+    transport: str | None = None
+    """Transport of large sums: gloo, tcp or tls, which needs the secret that ``PIPESGD_SECRET_FILE`` names, with a
+    certificate; by default tcp on Linux, else gloo."""
 
     def __post_init__(self) -> None:
         check_one_of("codec", kind(self.codec_options.codec), (*DENSE_CODECS, OWN))
         check_one_of("all-reduce", kind(self.all_reduce_name), (*SCHEDULES, OWN))
         check_at_least("least-bytes", self.least_bytes, LEAST_BYTES)
         check_at_least("segment-bytes", self.segment_bytes, 1)
+        check_segment_bytes(self.segment_bytes)
+        transport = default_transport(self.all_reduce) if self.transport is None else self.transport
+        check_one_of("transport", transport, TRANSPORTS)
+        object.__setattr__(self, "transport", transport)
 
     @cached_property
     def codec_options(self) -> CodecOptions:
@@ -126,8 +133,8 @@ class BackendOptions:
 
     @classmethod
     def from_environment(cls) -> BackendOptions:
-        """Return the options in ``PIPESGD_CODEC``, ``PIPESGD_ALL_REDUCE``, ``PIPESGD_LEAST_BYTES`` and
-        ``PIPESGD_SEGMENT_BYTES``; the default of each that is not set.
+        """Return the options in ``PIPESGD_CODEC``, ``PIPESGD_ALL_REDUCE``, ``PIPESGD_LEAST_BYTES``,
+        ``PIPESGD_SEGMENT_BYTES`` and ``PIPESGD_TRANSPORT``; the default of each that is not set.
 
         Raises:
             UserInputError: a value is not allowed.
@@ -173,10 +180,11 @@ class PipesgdGroup(dist.ProcessGroup):
         numbers: Sequence[int] = (),
     ):
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # torch's stubs know its other constructor alone
-        ranks_over = partial(_ranks, rank, world_size, timeout, numbers)
-        store = sealed(store, job_secret())
+        secret = job_secret()
+        ranks_over = partial(_ranks, rank, world_size, timeout, numbers, secret)
+        store = sealed(store, secret)
         ranks = ranks_over(part(store, "options"))
-        self._options = ranks.raise_together("options of the backend", partial(_checked, options))
+        self._options = ranks.raise_together("options of the backend", partial(_checked, options, secret))
         check_same_settings(ranks, plain(self._options), {})
         gloo = dist.ProcessGroupGloo(part(store, "gloo"), rank, world_size, timeout)
         gloo._set_sequence_number_for_group()
@@ -245,17 +253,18 @@ class _LargeSums:
     """Large sums of tensors on one kind of device, one after the other, on a thread and connections of their own.
 
     The ranks connect in the first sum, since a small group may never have one. Each sum has a tag made of its number
-    and of what is summed: ranks whose calls differ wait for each other until the deadline, and add up nothing.
+    and of what is summed: ranks whose calls differ add up nothing. Over gloo they wait for each other until the
+    deadline. After a sum that has failed there are no others.
     """
 
     def __init__(
         self, store: dist.Store, ranks_over: Callable[[dist.Store], Ranks], options: BackendOptions, device: str
     ):
-        self._store = part(store, f"sums on {device}")
-        self._ranks = ranks_over(self._store)
+        self._ranks = ranks_over(part(store, f"sums on {device}"))
         self._options = options
         self._device = device
-        self._groups: list[dist.ProcessGroup] = []
+        self._links: Links | None = None
+        self._failure: CommunicationError | None = None
         self._number = 0
         self._residuals = _Residuals()
         self._thread = CommunicationThread(torch.device(device))
@@ -267,17 +276,27 @@ class _LargeSums:
 
     def close(self) -> None:
         """End the thread, and the connections once nobody needs them any more."""
-        self._thread.close(self._groups.clear)
+        self._thread.close(lambda: None if self._links is None else self._links.close())
 
     def _sum(self, tensor: Tensor, mean: bool) -> None:
-        if not self._groups:
-            self._connect()
+        if self._failure is not None:
+            raise self._failure
+        if self._links is None:
+            self._links = self._connect()
             self._say(tensor)
         try:
             self._sum_connected(tensor, mean)
         except CommunicationError as failure:
             failure.name_ranks(self._ranks.number)
-            raise
+            self._failure = failure
+        except OutOfStepError as failure:
+            rank, peer = map(self._ranks.number, (failure.rank, failure.peer))
+            reason = "its large sums are of other tensors, or in another order"
+            self._failure = CommunicationError(rank=rank, peer=peer, operation="large sum", reason=reason)
+        if self._failure is not None:
+            if self._options.transport != "gloo":  # whose waits nothing can end
+                self._links.close()  # the other ranks hear of it
+            raise self._failure
 
     def _sum_connected(self, tensor: Tensor, mean: bool) -> None:
         exact = self._options.codec_options.codec == "fp32"
@@ -296,22 +315,25 @@ class _LargeSums:
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values.view_as(tensor))
 
-    def _connect(self) -> None:
+    def _connect(self) -> Links:
         options, ranks = self._options, self._ranks
-        seconds = ranks.timeout
-        try:
-            group = dist.ProcessGroupGloo(self._store, ranks.rank, ranks.world_size, timedelta(seconds=seconds))
-        except RuntimeError as failure:
-            raise lost(failure, ranks.number(ranks.rank), None, "connection to all ranks", seconds) from failure
-        self._groups.append(group)  # type: ignore[arg-type]  # it has all that a transport needs
         codec = compiled_codec(options.codec_options, ranks, self._device)
-        self._transport = TorchTransport(self._groups, seconds)
+        schedule = agreed_schedule(options.all_reduce, ranks)
+        links: Links
+        if options.transport == "gloo":
+            links = TorchLinks(ranks, ranks.timeout, 1, backend="gloo", on_host=True)
+        else:
+            from pipesgd.comm.tcp import TcpLinks, wrap_of
+
+            links = TcpLinks(ranks, ranks.timeout, wrap_of(str(options.transport), ranks))
+        self._transport = links.messages(lambda: None, lambda nbytes: None)
         self._all_reduce = ScheduledAllReduce(
             PinnedTransport(self._transport) if self._device == "cuda" else self._transport,
-            agreed_schedule(options.all_reduce, ranks),
+            schedule,
             codec,
             segment_bytes=options.segment_bytes,
         )
+        return links
 
     def _say(self, tensor: Tensor) -> None:
         if self._ranks.rank == 0:
@@ -395,17 +417,34 @@ def _is(operation: Any, kind: Any) -> bool:
     return bool(operation == kind)
 
 
-def _ranks(rank: int, world_size: int, timeout: timedelta, numbers: Sequence[int], store: dist.Store) -> Ranks:
-    standing = Standing(timeout.total_seconds())
-    return Ranks(rank=rank, world_size=world_size, store=store, standing=standing, numbers=tuple(numbers))
+def _ranks(
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    numbers: Sequence[int],
+    secret: Secret | None,
+    store: dist.Store,
+) -> Ranks:
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        standing=Standing(min(timeout.total_seconds(), LONGEST_TIMEOUT)),
+        numbers=tuple(numbers or range(world_size)),
+        secret=secret,
+    )
 
 
-def _checked(options: Any) -> BackendOptions:
+def _checked(options: Any, secret: Secret | None) -> BackendOptions:
     """Return the options of a group that was given ``pg_options=options``."""
     if options is None:
-        return BackendOptions.from_environment()
+        options = BackendOptions.from_environment()
     if not isinstance(options, BackendOptions):
         raise UserInputError(f"pg_options must be pipesgd.backend.BackendOptions; got {options!r}")
+    if options.transport == "tls":
+        from pipesgd.comm.tls import tls
+
+        tls(secret)
     return options
 
 

@@ -229,7 +229,7 @@ class RunConfig:
     at once."""
     elastic: int | None = option(None, at_least=1)
     """Least number of ranks with which training continues when others are lost: those who remain sum again what is
-    missing, and take over the samples. It needs --transport tcp or tls, and torchrun's place is taken by pipesgd.launch
+    missing, and take over the samples. --transport must not be gloo, and torchrun's place is taken by pipesgd.launch
     --elastic, since torchrun ends all ranks when one is lost. By default the loss of a rank ends the run."""
     wait: float | None = option(None, at_least=0)
     """Seconds that ranks without a majority wait for the others before they end with exit code 75, by default 60; with
@@ -313,6 +313,7 @@ class TrainConfig:
             *others.values(),
             **codec.facts(),
             all_reduce_name=self.wire.all_reduce_name,
+            transport_name=self.wire.transport_name,
             reduce=str(self.wire.reduce),
             outer=self.windows.outer or "average",
             asked_outer=self.windows.outer,
@@ -384,7 +385,8 @@ class TrainConfig:
         """Return a short description of what is done with the gradients."""
         if self.pipeline.strategy == "pipelined":
             connections = f" on {self.wire.connections} connections each" if self.wire.connections > 1 else ""
-            connections += "" if self.wire.transport == "gloo" else f" over {self.wire.transport}"
+            is_usual = self.wire.all_reduce_name == "native" or self.wire.transport_name == "tcp"
+            connections += "" if is_usual else f" over {self.wire.transport_name}"
             connections += "" if self.wire.rate_limit is None else f", at most {self.wire.rate_limit} each"
             if self.wire.cut != WHOLE:
                 connections += f", buckets {self.wire.buckets}"

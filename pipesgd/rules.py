@@ -192,9 +192,11 @@ those of ``auto`` but fragments; ``asked_outer`` is None where the outer optimiz
 _SUMMED_AGAIN = " with --elastic, which sums again what a lost rank has left unfinished; got "
 ELASTIC: tuple[Rule, ...] = (
     (lambda o: o.strategy != "pipelined", "strategy must be pipelined with --elastic; got {o.strategy}"),
-    (lambda o: o.transport == "gloo",
-     "transport must be tcp or tls with --elastic, since gloo's waits cannot be ended; got gloo"),
     (lambda o: o.all_reduce_name != "ring", f"all-reduce must be ring{_SUMMED_AGAIN}{{o.all_reduce_name}}"),
+    (lambda o: o.connections > 1,
+     "connections must be left out with --elastic, whose transports have one to each rank; got {o.connections}"),
+    (lambda o: o.transport_name == "gloo",
+     "transport must be tcp or tls with --elastic, since gloo's waits cannot be ended; got gloo"),
     (lambda o: o.codec in ("topk", "powersgd"),
      f"codec must be one that sends every value, such as int4,{_SUMMED_AGAIN}{{o.codec}}"),
     (lambda o: o.reduce != "matrix", f"reduce must be matrix{_SUMMED_AGAIN}{{o.reduce}}"),

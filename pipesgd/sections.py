@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -45,6 +46,8 @@ MAX_WIDTH = 64
 
 MAX_CONNECTIONS = 16
 
+MOST_SEGMENT_BYTES = 1 << 30
+
 TRANSPORTS = ("gloo", "tcp", "tls")
 """Kinds of connections between the ranks."""
 
@@ -70,10 +73,11 @@ class Wire:
     """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
     connections: int = option(1, at_least=1, read_by=PIPELINED)
     """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
-    transport: str = option("gloo", choices=TRANSPORTS, read_by=PIPELINED)
-    """Transport of gradients: gloo; tcp, connections of pipesgd's own (Linux), whose waits end at once when a rank is
-    lost; or tls, the same with TLS 1.3, which needs a --secret-file with a certificate (pipesgd keys new --tls).
-    With tcp and tls there is one connection to each rank, and not --all-reduce native, which is torch's own."""
+    transport: str | None = option(None, choices=TRANSPORTS, read_by=PIPELINED)
+    """Transport of gradients: tcp, connections of pipesgd's own (Linux), whose waits end at once when a rank is lost;
+    tls, the same with TLS 1.3, which needs a --secret-file with a certificate (pipesgd keys new --tls); or gloo. By
+    default tcp; but gloo on other systems, with --all-reduce native, which is torch's own, with more --connections than
+    one, which tcp and tls do not have, and with --rate-limit, which they keep less exactly."""
     rate_limit: str | None = option(None, read_by=PIPELINED)
     """Most that each rank sends in a second, as 50mbit or 6.25MB/s, so that others can use its line, too; no limit by
     default. It counts the messages of all-reduces, without the headers of packets (about 5 %)."""
@@ -107,9 +111,10 @@ class Wire:
                 f"connections must be at most {MAX_CONNECTIONS}, which each rank opens to every other; "
                 f"got {self.connections}"
             )
+        check_segment_bytes(self.segment_bytes)
         check_timeout(self.timeout)
         _ = self.rate, self.cut  # refused here, if there is no such rate or cut
-        if self.transport != "gloo":
+        if self.transport in ("tcp", "tls"):
             if name == "native":
                 raise UserInputError(
                     f"transport must be left out with --all-reduce native, torch's own; got {self.transport!r}"
@@ -137,6 +142,12 @@ class Wire:
             UserInputError: it is neither a function, nor one of ``ALL_REDUCES``, nor written as ``module:function``.
         """
         return all_reduce_name(self.all_reduce)
+
+    @property
+    def transport_name(self) -> str:
+        """The transport, which is tcp or gloo by default."""
+        is_paced = self.rate_limit is not None
+        return self.transport or default_transport(self.all_reduce, self.connections, is_paced=is_paced)
 
     @property
     def rate(self) -> float:
@@ -259,6 +270,22 @@ def differing(section: Any, *, but: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the fields of a ``section``, except those named in ``but``, that have another value than their default."""
     values = {item.name: (getattr(section, item.name), item.default) for item in dataclasses.fields(section)}
     return {name: value for name, (value, default) in values.items() if name not in but and value != default}
+
+
+def check_segment_bytes(segment_bytes: int) -> None:
+    """Raise ``UserInputError`` if messages may be longer than a frame can say."""
+    if segment_bytes > MOST_SEGMENT_BYTES:
+        raise UserInputError(f"segment-bytes must be at most {MOST_SEGMENT_BYTES:,}; got {segment_bytes:,}")
+
+
+def default_transport(all_reduce: str | Algorithm, connections: int = 1, *, is_paced: bool = False) -> str:
+    """Return the transport of gradients unless another one is asked for: gloo, for what tcp does not have.
+
+    What a rank that is late has not taken waits in the kernel's buffers over tcp, and may then leave faster than a rate
+    limit allows; gloo sends only what is asked for.
+    """
+    has_all = sys.platform == "linux" and all_reduce != "native" and connections == 1 and not is_paced
+    return "tcp" if has_all else "gloo"
 
 
 def all_reduce_name(all_reduce: str | Algorithm) -> str:

@@ -202,7 +202,7 @@ def as_members(config: TrainConfig, ranks: Ranks, device: torch.device) -> Ranks
     if run.device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     members: Ranks = guest("elastic members")(
-        ranks, device, transport=config.wire.transport, least=run.elastic, wait=run.wait, silence=run.silence
+        ranks, device, transport=config.wire.transport_name, least=run.elastic, wait=run.wait, silence=run.silence
     )
     return members
 

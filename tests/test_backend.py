@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import importlib.metadata
 import io
+import itertools
 import os
 import re
 import threading
@@ -26,14 +27,17 @@ from conftest import REPOSITORY
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipesgd import keys
 from pipesgd.backend import BackendOptions, PipesgdGroup, _Residuals
 from pipesgd.codecs.kernels import kernels_for
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, Fp32, codec_named
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.membership.secret import VARIABLE
 from pipesgd.ranks import Ranks, alone
 from pipesgd.reducers.make import make_reducer
+from pipesgd.sections import TRANSPORTS
 
 NUMEL = 30_011
 SMALL = 1 << 10
@@ -235,6 +239,25 @@ def _sums_with_every_codec(ranks: Ranks) -> list[tuple[str, bool]]:
 def test_a_large_sum_is_that_of_a_pipeline_with_the_same_codec() -> None:
     for equal in run_ranks(3, _sums_with_every_codec):
         assert equal == [(name, True) for name in DENSE_CODECS]
+
+
+def _over_every_transport(ranks: Ranks, secret: str) -> list[Tensor]:
+    os.environ[VARIABLE] = secret
+    join(ranks)
+    sums = []
+    for transport in TRANSPORTS:
+        sums.append(values(ranks.rank))
+        dist.all_reduce(sums[-1], group=subgroup("int4", transport=transport))
+    dist.destroy_process_group()
+    return sums
+
+
+@pytest.mark.slow
+def test_a_large_sum_has_the_same_bits_over_every_transport(tmp_path: Path) -> None:
+    keys.make(tmp_path / "job.key", certificate=True)
+    first, *others = itertools.chain(*run_ranks(3, _over_every_transport, f"{tmp_path}/job.key", process_group=False))
+    assert len(others) == 3 * len(TRANSPORTS) - 1
+    assert all(torch.equal(one, first) for one in others)
 
 
 def _kinds_of_tensors(ranks: Ranks) -> list[Tensor]:
@@ -491,6 +514,8 @@ def test_ddp_trains_with_compressed_sums() -> None:
         ({"all_reduce": "native"}, "all-reduce must be one of ring, .*; got 'native'"),
         ({"least_bytes": 7}, "least-bytes must be at least 8; got 7"),
         ({"segment_bytes": 0}, "segment-bytes must be at least 1; got 0"),
+        ({"segment_bytes": 1 << 31}, "segment-bytes must be at most 1,073,741,824; got 2,147,483,648"),
+        ({"transport": "udp"}, "transport must be one of gloo, tcp, tls; got 'udp'"),
     ],
 )
 def test_a_wrong_option_gets_one_line(options: dict[str, Any], line: str) -> None:
@@ -504,7 +529,8 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PIPESGD_ALL_REDUCE", "all-to-all")
     monkeypatch.setenv("PIPESGD_LEAST_BYTES", "8")
     monkeypatch.setenv("PIPESGD_SEGMENT_BYTES", "6")
-    expected = BackendOptions(codec="int8", all_reduce="all-to-all", least_bytes=8, segment_bytes=6)
+    monkeypatch.setenv("PIPESGD_TRANSPORT", "tls")
+    expected = BackendOptions(codec="int8", all_reduce="all-to-all", least_bytes=8, segment_bytes=6, transport="tls")
     assert BackendOptions.from_environment() == expected
     monkeypatch.setenv("PIPESGD_LEAST_BYTES", "1 MiB")
     with pytest.raises(UserInputError, match=r"^PIPESGD_LEAST_BYTES must be a whole number of bytes; got '1 MiB'$"):
@@ -554,7 +580,7 @@ def test_the_first_large_sum_is_announced_once_and_no_thread_remains() -> None:
 # --- Failures ---------------------------------------------------------------------------------------------------------
 
 
-def _lost_peer(ranks: Ranks, how: str) -> list[str]:
+def _lost_peer(ranks: Ranks, how: str, transport: str) -> list[str]:
     """Let rank 1 stay away from the third sum, or sum something else; return this rank's errors.
 
     Where both sum, rank 1 would wait ten times as long: gloo ends a connection on which one end has waited too long, so
@@ -562,7 +588,7 @@ def _lost_peer(ranks: Ranks, how: str) -> list[str]:
     """
     if how == "another size" and ranks.rank == 1:
         ranks.timeout *= 10
-    join(ranks, BackendOptions(codec="int8", least_bytes=SMALL))
+    join(ranks, BackendOptions(codec="int8", least_bytes=SMALL, transport=transport))
     for _ in range(2):
         dist.all_reduce(values(ranks.rank))
     if ranks.rank == 1 and how == "gone":
@@ -590,15 +616,18 @@ def _lost_peer(ranks: Ranks, how: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "tcp"])
 @pytest.mark.parametrize("how", ["gone", "another size"])
-def test_a_rank_that_does_not_sum_the_same_is_an_error_within_the_timeout(how: str) -> None:
-    of_0, of_1 = run_ranks(2, _lost_peer, how, timeout=2.0, process_group=False)
-    kinds = {"CommunicationError", "DeadlineExceeded"} if how == "gone" else {"DeadlineExceeded"}
+def test_a_rank_that_does_not_sum_the_same_is_an_error_within_the_timeout(how: str, transport: str) -> None:
+    of_0, of_1 = run_ranks(2, _lost_peer, how, transport, timeout=2.0, process_group=False)
+    late = "DeadlineExceeded" if transport == "gloo" else "CommunicationError"  # tcp compares what is summed
+    kinds = {"CommunicationError", "DeadlineExceeded"} if how == "gone" else {late}
+    where = "its large sums are of other tensors" if how != "gone" and transport == "tcp" else "segment 0 at step 0"
     for errors, expected in [(of_0, kinds)] if how == "gone" else [(of_0, kinds), (of_1, {"CommunicationError"})]:
         first, of_future, later = errors
         assert first in expected
         assert later == first  # the ranks no longer agree, so nothing is summed any more
-        assert "segment 0 at step 0" in of_future
+        assert where in of_future
 
 
 def _lost_in_a_group(ranks: Ranks) -> list[str]:

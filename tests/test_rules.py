@@ -12,7 +12,7 @@ from pipesgd.errors import UserInputError
 from pipesgd.rules import IN_DDP, TABLES, check_rules, options_of_sections
 from pipesgd.sections import Updates, Wire
 
-SURVIVING = "--elastic 2 --transport tcp"
+SURVIVING = "--elastic 2"
 
 OF_THE_COMMAND = [
     (
@@ -26,12 +26,19 @@ OF_THE_COMMAND = [
     ),
     ("--wait 3", "wait must be left out without --elastic, to which it belongs; got 3"),
     (
-        "--elastic 2 --transport tcp --silence 9 --timeout 8",
+        "--elastic 2 --silence 9 --timeout 8",
         "silence must be less than --timeout, 8, after which ranks give up a sum; got 9",
     ),
     ("--silence 5", "silence must be left out without --elastic, to which it belongs; got 5"),
     ("--elastic 2 --strategy local", "strategy must be pipelined with --elastic; got local"),
-    ("--elastic 2", "transport must be tcp or tls with --elastic, since gloo's waits cannot be ended; got gloo"),
+    (
+        f"{SURVIVING} --transport gloo",
+        "transport must be tcp or tls with --elastic, since gloo's waits cannot be ended; got gloo",
+    ),
+    (
+        f"{SURVIVING} --connections 2",
+        "connections must be left out with --elastic, whose transports have one to each rank; got 2",
+    ),
     (
         f"{SURVIVING} --all-reduce all-to-all",
         "all-reduce must be ring with --elastic, which sums again what a lost rank has left unfinished; got all-to-all",

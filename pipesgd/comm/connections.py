@@ -14,6 +14,7 @@ from pipesgd.comm.own_all_reduce import agreed_schedule, ranks_per_node
 from pipesgd.comm.transport import Links, TorchLinks, Transport
 from pipesgd.errors import CommunicationError, OutOfStepError, UserInputError
 from pipesgd.ranks import Ranks
+from pipesgd.sections import default_transport
 from timing_model.schedules import SEGMENT_BYTES, Algorithm, Schedule, gather_ring
 
 T = TypeVar("T")
@@ -30,11 +31,11 @@ class Connections:
         timeout: seconds that a rank waits for another one, in any one message or native all-reduce.
         segment_bytes: largest message in bytes.
         connections: connections to each rank, used in turn by segments.
-        transport: kind of the connections, one of ``sections.TRANSPORTS``.
+        transport: kind of the connections, one of ``sections.TRANSPORTS``; by default that of ``default_transport``.
         rate_limit: most bytes of messages that this rank sends in a second, with ``headers``, but without those of
             packets (``pace.TokenBucket``). A message then takes at most ``pace.PACED_SECONDS``, and an all-reduce is
             ``paced``.
-        device: device of the tensors, "cpu" or "cuda". Messages use gloo; native uses nccl on a GPU.
+        device: device of the tensors, "cpu" or "cuda". Messages are sent from the host; native uses nccl on a GPU.
         buckets: number of buckets that are reduced again and again.
 
     Raises:
@@ -51,7 +52,7 @@ class Connections:
         timeout: float,
         segment_bytes: int = SEGMENT_BYTES,
         connections: int = 1,
-        transport: str = "gloo",
+        transport: str | None = None,
         rate_limit: float = math.inf,
         device: str = "cpu",
         buckets: int = 1,
@@ -79,6 +80,7 @@ class Connections:
         if not is_outside:  # nor must gloo wait for an address that cannot be reached
             ranks.addresses()
         self._links: Links
+        transport = transport or default_transport(all_reduce, connections, is_paced=rate_limit < math.inf)
         if transport == "gloo":
             backend = None if all_reduce == "native" else "gloo"
             on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host
@@ -131,6 +133,7 @@ class Connections:
             self.begin(call, iteration)
             result = job()
             self.check()
+            self._links.push()
         except CommunicationError as failure:
             failure.iteration = iteration
             failure.name_ranks(self.ranks.number)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from pipesgd.errors import CommunicationError, DeadlineExceeded, warn
 from pipesgd.membership.sockets import Place, close, numeric, opened, replace
+from pipesgd.membership.watcher import ended_text
 from pipesgd.process import at_port
 from pipesgd.ranks import Ranks
 
@@ -39,6 +40,8 @@ MOST_STRANGERS = 64
 """Connections without a greeting that a rank has at a time, besides one from each rank; the oldest makes room."""
 LOOK_SECONDS = 0.02
 """Longest time in seconds between two looks whether a meeting is still wanted, where it may end to be."""
+END_SECONDS = 1.0
+"""Longest time between two looks whether the process of a rank that is missing has ended."""
 AGAIN_SECONDS = 0.05
 """Seconds until a rank connects again whose connection was closed: the listener may have had too many strangers."""
 
@@ -126,6 +129,7 @@ class Greeter(ABC):
         """Number of connections that were refused, of which there may be many in days."""
         self._refused = ""
         """Address of the first one, with the reason."""
+        self._trouble = ""
         self._has_warned = False
         """True once a warning was given of a connection with another secret or certificate."""
         self._session = hashlib.sha256(b"".join(tokens)).digest()[:16]
@@ -198,8 +202,11 @@ class Greeter(ABC):
     def _accept(self) -> None:
         try:
             (sock,) = opened(lambda: (self._listener.accept()[0],))
-        except OSError:
-            return  # who connected has left, or too many files are open
+        except OSError as problem:  # who connected has left, or too many files are open
+            if problem.errno in (errno.EMFILE, errno.ENFILE):
+                self._trouble = f"; {_words(problem)}"
+                time.sleep(AGAIN_SECONDS)  # the listener stays readable
+            return
         try:
             place = sock.getpeername()
         except OSError:
@@ -294,13 +301,13 @@ class _Meeting(Greeter):
     def __init__(self, ranks: Ranks, seconds: float, wrap: Wrap | None):
         self._ranks = ranks
         self._seconds = seconds
-        self._end = time.monotonic() + seconds
         self._found: dict[int, socket.socket] = {}
         self._again: dict[int, float] = dict.fromkeys(range(ranks.rank), 0.0)
         """Ranks to connect to, and the times at which to do so."""
         self._problem: dict[int, str] = {}
         """Reason why the last attempt with a rank has failed."""
         listener, places, tokens = listeners(ranks, "sockets")
+        self._end = time.monotonic() + seconds  # from when all are there
         secret = greeting_secret(ranks)
         super().__init__(ranks.rank, places, tokens, listener, secret=secret, wrap=wrap, number=ranks.number)
 
@@ -311,10 +318,13 @@ class _Meeting(Greeter):
             now = time.monotonic()
             if now >= self._end:
                 self._give_up(missing[0])
+            if gone := [rank for rank in self._ranks.ended() if rank in missing]:
+                reason = ended_text(self._ranks.number(gone[0]))
+                raise CommunicationError(rank=self._rank, peer=gone[0], operation="connection", reason=reason)
             for rank in [rank for rank, at in self._again.items() if at <= now]:
                 del self._again[rank]
                 self.call(rank, self._end)
-            self._poll(min([self._end, *self._again.values(), *self.ends]) - now)
+            self._poll(min([self._end, now + END_SECONDS, *self._again.values(), *self.ends]) - now)
         if number := self._refusals:
             connections = "1 connection that was" if number == 1 else f"{number} connections that were"
             own = self._number(self._rank)
@@ -332,6 +342,7 @@ class _Meeting(Greeter):
             reason += f" ({self._problem[peer]})"
         if self._refused:
             reason += f"; refused a connection from {self._refused}"
+        reason += self._trouble
         raise DeadlineExceeded(rank=self._rank, peer=peer, operation="connection", reason=reason)
 
     def _poll(self, seconds: float) -> None:

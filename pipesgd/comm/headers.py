@@ -52,8 +52,8 @@ class Headers:
             return
         if self._sent is not None:
             self._sent.wait()
-        self._sent = transport.send(torch.tensor([kind, iteration]), self._next, "the header")
-        header = torch.empty(2, dtype=torch.int64)
+        self._sent = transport.send(torch.tensor([kind, iteration], device="cpu"), self._next, "the header")
+        header = torch.empty(2, dtype=torch.int64, device="cpu")
         self._arriving = (transport.receive(header, self._previous, "the header"), header)
 
     def check(self) -> None:

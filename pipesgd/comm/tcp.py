@@ -47,6 +47,12 @@ CONTROL = 255
 
 LARGEST_TEXT = 4096
 """Bytes of the largest body of a loss."""
+LONGEST_REASON = LARGEST_TEXT // 12 - 10
+"""Characters, of which JSON writes one in up to twelve bytes."""
+LOOK_SECONDS = 0.5
+"""Seconds after which a wait looks at what has arrived, although the kernel has not woken it."""
+MOST_SILENT_SECONDS = 30
+"""Longest time without a packet on a connection."""
 TLS_RECORD_BYTES = 16384
 """Bytes of the largest record of TLS: a frame and the beginning of its body leave in one."""
 LEAST_WAKE_BYTES, MOST_WAKE_BYTES = 16 << 10, 256 << 10
@@ -149,7 +155,7 @@ class _Peer:
                     if self.is_secure:
                         message.move(self.sock.send(message.buffers[0]))
                     else:
-                        message.move(self.sock.sendmsg(message.buffers))
+                        message.move(self.sock.sendmsg(message.buffers, (), socket.MSG_NOSIGNAL))
                 message.is_done = True
                 self.outgoing.popleft()
         except _BLOCKED:
@@ -199,7 +205,8 @@ class _Peer:
         enough = 1 if message.head is not None else min(left, max(LEAST_WAKE_BYTES, min(left // 2, MOST_WAKE_BYTES)))
         if enough != self._wake_bytes and not self.is_secure:
             self._wake_bytes = enough
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+            with contextlib.suppress(OSError):  # some containers' kernels do not have it: then every packet wakes
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
 
     def _matches(self, message: _Message) -> bool:
         """Compare the frame that has come with that of ``message``; if it is another one, end this connection."""
@@ -277,8 +284,8 @@ class TcpLinks:
             raise
         self._peers = {rank: _Peer(rank, sock) for rank, sock in connected.items()}
         self._by_fd = {peer.fd: peer for peer in self._peers.values()}
-        for peer in self._peers.values():
-            _set_options(peer.sock, timeout)
+        for sock in connected.values():
+            _set_options(sock, timeout)
         self._poll = select.poll()
         self._poll.register(self._interrupted, select.POLLIN)
         self._forget = ranks.at_goodbye(self.say_goodbye)
@@ -291,13 +298,18 @@ class TcpLinks:
 
     def wait_for_all(self) -> None:
         """Return when all ranks have called this: each hears, in log2(p) rounds, from twice as many others."""
-        distance, what, nothing = 1, "last meeting of all ranks", torch.empty(0, dtype=torch.uint8)
+        distance, what, nothing = 1, "last meeting of all ranks", torch.empty(0, dtype=torch.uint8, device="cpu")
         while distance < self.world_size:
             to, come_from = ((self.rank + sign * distance) % self.world_size for sign in (1, -1))
             sent = self.begin(nothing, to, 0, what, None, kind=MEETING, outgoing=True)
             self.begin(nothing, come_from, 0, what, None, kind=MEETING, outgoing=False).wait()
             sent.wait()
             distance *= 2
+
+    def push(self) -> None:
+        for peer in self._peers.values():
+            if peer.outgoing:  # no thread moves bytes while nothing is waited for
+                self.finish(peer.outgoing[-1])
 
     def abort(self, error: BaseException) -> None:
         peer = error.peer if isinstance(error, CommunicationError) else None
@@ -313,7 +325,7 @@ class TcpLinks:
         try:
             loss = self._loss
             lost = None if loss is None else loss.lost
-            body = b"" if lost is None or loss is None else json.dumps([lost, loss.reason[:1000]]).encode()
+            body = b"" if lost is None or loss is None else json.dumps([lost, loss.reason[:LONGEST_REASON]]).encode()
             frame = FRAME.pack(len(body), 0, 0, CONTROL, LOSS if body else GOODBYE, 0) + body
             for peer in self._peers.values():
                 if (
@@ -387,10 +399,12 @@ class TcpLinks:
                 (message.peer.send if message.is_outgoing else message.peer.receive)()
         end = time.monotonic() + self._timeout
         while not message.is_done and self._loss is None:
-            ready = self._poll_all(end - time.monotonic())
+            ready = self._poll_all(min(end - time.monotonic(), LOOK_SECONDS))
             if not ready and time.monotonic() >= end:
                 self._loss = _Loss(f"no answer within {self._timeout:g} s", late=True)
             with self._using:
+                for peer in [] if ready else self._peers.values():  # Linux before 5.12 may not wake at SO_RCVLOWAT
+                    peer.receive()
                 for fd, event in ready:
                     peer = self._by_fd.get(fd)
                     if peer is None:
@@ -410,16 +424,17 @@ class TcpLinks:
             self._interrupt.send(b"\1")
 
     def _poll_all(self, seconds: float) -> list[tuple[int, int]]:
-        for peer in self._peers.values():
-            events = (select.POLLIN if peer.incoming else 0) | (select.POLLOUT if peer.outgoing else 0)
-            if peer.incoming:
-                peer.set_wake_bytes()
-            if events != peer.events:
-                peer.events = events
-                if events:
-                    self._poll.register(peer.fd, events)
-                else:
-                    self._poll.unregister(peer.fd)
+        with self._using:
+            for peer in self._peers.values():
+                events = (select.POLLIN if peer.incoming else 0) | (select.POLLOUT if peer.outgoing else 0)
+                if peer.incoming:
+                    peer.set_wake_bytes()
+                if events != peer.events:
+                    peer.events = events
+                    if events:
+                        self._poll.register(peer.fd, events)
+                    else:
+                        self._poll.unregister(peer.fd)
         return self._poll.poll(max(0, math.ceil(seconds * 1000)))
 
     def _error(self, message: _Message, loss: _Loss) -> RunError:
@@ -469,14 +484,22 @@ def wrap_of(transport: str, ranks: Ranks) -> Wrap | None:
 
 
 def _set_options(sock: socket.socket, timeout: float) -> None:
-    """Let the kernel end a connection when the other machine has not answered for ``timeout`` seconds."""
+    """Let the kernel end a connection when the other machine has not answered for twice ``timeout`` seconds.
+
+    Waits end before; but the kernel also counts the time in which a rank that is late takes nothing. Connections that
+    are silent for minutes would be forgotten by firewalls. Kernels of some containers do not have all options.
+    """
     tcp = socket.IPPROTO_TCP
+    pause = min(max(1, int(timeout / 4)), MOST_SILENT_SECONDS)
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    pause = min(max(1, int(timeout / 4)), 32767)
-    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, pause)
-    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, pause)
-    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, min(math.ceil(timeout * 1000), 2**31 - 1))
+    for level, name, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (tcp, socket.TCP_KEEPIDLE, pause),
+        (tcp, socket.TCP_KEEPINTVL, pause),
+        (tcp, socket.TCP_USER_TIMEOUT, min(math.ceil(2000 * timeout), 2**31 - 1)),
+    ):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(level, name, value)
 
 
 def _words(problem: OSError) -> str:

@@ -84,6 +84,13 @@ class Links(Protocol):
             CommunicationError: a rank was lost, or silent for longer than the deadline.
         """
 
+    def push(self) -> None:
+        """Return when all that was begun to be sent will leave without another call, such as a header.
+
+        Raises:
+            CommunicationError: a rank was lost, or silent for longer than the deadline.
+        """
+
     def abort(self, error: BaseException) -> None:
         """End every wait of this rank because of ``error``, as far as the transport can; any thread may call this."""
 
@@ -241,6 +248,9 @@ class TorchLinks:
             group.barrier().wait(timedelta(seconds=self._timeout))
         except RuntimeError as failure:
             raise lost(failure, group.rank(), None, "last meeting of all ranks", self._timeout) from failure
+
+    def push(self) -> None:
+        """Do nothing: gloo's threads send."""
 
     def abort(self, error: BaseException) -> None:
         """Do nothing: gloo's waits end at their deadline."""

@@ -4,8 +4,7 @@ Examples:
     A program that ``python -m pipesgd.launch --elastic`` starts, with ``batches`` of its own:
 
         ranks = pipesgd.elastic.join(least=2)
-        wire = pipesgd.Wire(transport="tcp")
-        with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks, wire=wire) as pipeline:
+        with ranks, pipesgd.Pipelined(model, optimizer, ranks=ranks) as pipeline:
             for share in ranks.iterations(1000):
                 loss_of(model, batches[share.slice]).backward()
                 pipeline.step()
@@ -30,12 +29,12 @@ def join(
 ) -> ElasticRanks:
     """Return the ranks of the job that this process was started in, of which some may be lost. Collective.
 
-    They are the ``ranks`` of one ``Pipelined``, whose ``wire`` has the same ``transport``, the ring, and a codec that
-    sends every value. Losses are survived from the first of ``ElasticRanks.iterations`` on.
+    They are the ``ranks`` of one ``Pipelined``, with the ring and a codec that sends every value. Losses are survived
+    from the first of ``ElasticRanks.iterations`` on.
 
     Args:
         least: least number of ranks that train.
-        transport: transport of the members' own connections, "tcp" or "tls".
+        transport: transport of the members' own connections, and of gradients, "tcp" or "tls".
         wait: seconds for which ranks without a majority wait for the others, by default 60.
         silence: seconds without a sign of life after which a rank is lost, by default 3, and at least that: more for a
             line that drops now and then.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -47,8 +48,12 @@ class ElasticFlight(Flight[Known]):
     reducer: DenseReducer
 
     def __init__(self, ranks: Ranks, layout: Layout, codec: CodecOptions, wire: Wire, **others: Any):
-        given = {"strategy": "pipelined", "asked": "", "trace": False, "all_reduce_name": wire.all_reduce_name}
-        check_rules(options_of_sections(wire, **given, codec=codec.codec), ELASTIC)
+        assert isinstance(ranks, ElasticRanks)
+        wire = dataclasses.replace(wire, transport=wire.transport or ranks.transport)
+        names = {"all_reduce_name": wire.all_reduce_name, "transport_name": wire.transport_name, "codec": codec.codec}
+        check_rules(options_of_sections(wire, **names, strategy="pipelined", asked="", trace=False), ELASTIC)
+        if wire.transport != ranks.transport:
+            raise UserInputError(f"transport must be {ranks.transport}, that of the ranks; got {wire.transport}")
         for bucket in layout.of_buckets() if codec.codec != "fp32" else ():
             sizes = sizes_of_flats([bucket])
             if len({*sizes}) < len(sizes):  # the encoded sum of one would be taken for that of the other
@@ -56,7 +61,6 @@ class ElasticFlight(Flight[Known]):
                     "parameters of two dtypes must not have equally many values with --elastic and a codec (other "
                     f"--buckets may help); got {sizes}"
                 )
-        assert isinstance(ranks, ElasticRanks)
         if wire.timeout is not None:
             for one in (ranks, ranks.units.ranks):
                 one.timeout = wire.timeout  # also by which a member knows that it is missed

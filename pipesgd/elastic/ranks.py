@@ -77,6 +77,8 @@ class ElasticRanks(GenerationRanks):
     """A number for each member's machine, by the member's id."""
     places: tuple[str, ...] = ()
     """Address of each member, by the member's id."""
+    transport: str = "tcp"
+    """Transport of the members' own connections, which gradients take, too."""
     joined: Ranks = field(init=False, repr=False)
     """Ranks that this process has joined, whose numbers messages about its end bear."""
     units: Units = field(init=False, repr=False)
@@ -287,6 +289,7 @@ def elastic(
         job_store=ranks.job_store,
         machines=tuple(machines),
         places=tuple(places),
+        transport=transport,
     )
     found.joined, found.members, found.record = ranks, members, first_record(range(ranks.world_size))
     found.units = Units(members, functools.partial(_of_generation, found), device)

@@ -125,7 +125,7 @@ class Flight(Generic[Known]):
         self._ends.stop_watching = self.ranks.watch(self._ends.fail)
         if self._members is not None:
             self._ends.closing.append(self._members.close)
-            self._members.connect()
+            self._members.connect(self._wire.transport_name)
         self._connect(self.ranks)
 
     def regroup(self, ranks: Ranks, iteration: int, left_out: Sequence[Tensor] | None = None) -> None:
@@ -173,7 +173,7 @@ class Flight(Generic[Known]):
             timeout=ranks.timeout if wire.timeout is None else wire.timeout,
             segment_bytes=wire.segment_bytes,
             connections=wire.connections,
-            transport=wire.transport,
+            transport=wire.transport_name,
             rate_limit=wire.rate,
             device=device,
             buckets=len(self.layout.buckets),

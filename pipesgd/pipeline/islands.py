@@ -96,10 +96,10 @@ class Island:
         self._ranks = among(self._numbers, between.standing, between.secret)
         self.members = [self._ranks]
 
-    def connect(self) -> None:
-        """Connect to the other members."""
+    def connect(self, transport: str) -> None:
+        """Connect to the other members over ``transport``."""
         for _ in range(2):  # one for the main thread, one for the communication thread
-            self._sums.append(_Sums(self._ranks))
+            self._sums.append(_Sums(self._ranks, transport))
         self._in_main, self._in_thread = self._sums
         own = [place(parameter) for parameter in self._parameters]
         before = self._ranks.all_gather_object("places of shards", own)[: self._ranks.rank]
@@ -195,8 +195,8 @@ class Island:
 class _Sums:
     """Exact sums over ``ranks``, for one thread."""
 
-    def __init__(self, ranks: Ranks):
-        self.connections = Connections("ring", ranks, timeout=ranks.timeout)
+    def __init__(self, ranks: Ranks, transport: str):
+        self.connections = Connections("ring", ranks, timeout=ranks.timeout, transport=transport)
         self.iteration: int | None = None
         """Iteration of the sums, which all ranks must be in; None for that of ``ranks``."""
         self._ranks = ranks
@@ -204,7 +204,7 @@ class _Sums:
 
     def __call__(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums of ``numbers``, the same on all ranks."""
-        values = torch.tensor(numbers, dtype=torch.float64)
+        values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._run(functools.partial(self._all_reduce, values))
         return values.tolist()
 

@@ -110,7 +110,8 @@ def describe_buffers(model: nn.Module) -> list[str]:
 
 def settings_of(wire: Wire) -> dict[str, Any]:
     """Return the options of ``wire`` that must be the same on all ranks: all but the timeout and a path."""
-    return {**plain(wire), "all_reduce": wire.all_reduce_name, "timeout": None, "secret_file": None}
+    names = {"all_reduce": wire.all_reduce_name, "transport": wire.transport_name}
+    return {**plain(wire), **names, "timeout": None, "secret_file": None}
 
 
 def plain(value: Any) -> Any:

@@ -178,7 +178,9 @@ def check_other_ranks(config: TrainConfig, earlier: dict[str, Any] | None, world
 def _description(
     config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: Mapping[str, str] | None
 ) -> dict[str, Any]:
-    chosen = {} if exchanges is None else {"exchanges": dict(exchanges)}
+    chosen: dict[str, Any] = {} if exchanges is None else {"exchanges": dict(exchanges)}
+    if config.pipeline.strategy == "pipelined":
+        chosen |= {"transport": config.wire.transport_name}
     return {"world_size": ranks.world_size, "options": config.options(), "planned": planned, **chosen}
 
 

@@ -1,4 +1,4 @@
-"""All-reduces: first as integers, then between threads, then over gloo next to torch's own all-reduce."""
+"""All-reduces: first as integers, then between threads, then between processes next to torch's own."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_one_ring_serves_buffers_of_many_sizes_and_dtypes() -> None:
         assert all(torch.equal(flats[index], expected) for flats in results)
 
 
-# --- Over gloo --------------------------------------------------------------------------------------------------------
+# --- Between processes ------------------------------------------------------------------------------------------------
 
 
 def _beside_torch(ranks: Ranks, number: int) -> list[tuple[str, bool, bool]]:
@@ -262,7 +262,7 @@ def _beside_torch(ranks: Ranks, number: int) -> list[tuple[str, bool, bool]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-def test_over_gloo_they_equal_torchs_all_reduce(world_size: int) -> None:
+def test_between_processes_they_equal_torchs_all_reduce(world_size: int) -> None:
     for outcomes in run_ranks(world_size, _beside_torch, 1 + world_size % 3):
         assert len(outcomes) >= len(ALL_REDUCES) * (len(AWKWARD_SIZES) // 2)
         assert [outcome for outcome in outcomes if not all(outcome[1:])] == []
@@ -287,7 +287,7 @@ def _with_codecs(ranks: Ranks) -> list[tuple[str, str, float, float]]:
     return errors
 
 
-def test_over_gloo_every_codec_comes_near_torchs_sum() -> None:
+def test_between_processes_every_codec_comes_near_torchs_sum() -> None:
     """Relative errors of a sum of four, in norm, are those that each codec promises, rounded several times."""
     most = {"fp32": 1e-6, "truncate16": 0.02, "bf16": 0.006, "fp16": 0.001, "int8": 0.02, "int4": 0.4, "ternary": 1.2}
     for errors in run_ranks(4, _with_codecs):

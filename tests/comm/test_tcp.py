@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import select
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from pipesgd.comm.greeting import HELLO, MAGIC
 from pipesgd.comm.tcp import CONTROL, DATA, FRAME, GOODBYE, LOSS, TcpLinks
 from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed, UserInputError
 from pipesgd.membership.secret import Secret
+from pipesgd.membership.sockets import close
 from pipesgd.ranks import Ranks
-from pipesgd.sections import Wire
+from pipesgd.sections import Wire, default_transport
 
 pytestmark = pytest.mark.slow  # a certificate is made by a command
 
@@ -100,11 +102,11 @@ def test_a_wrong_frame_is_refused_as_soon_as_it_is_there(transport: str, wrong: 
     assert message in answer, answer
 
 
-def _told_of_a_loss(ranks: Ranks) -> Any:
+def _told_of_a_loss(ranks: Ranks, reason: str) -> Any:
     connections = connected(ranks)
     answer = None
     if ranks.rank == 1:
-        connections.abort(PeerFailed(rank=1, peer=2, operation="step", reason="its process has ended"))
+        connections.abort(PeerFailed(rank=1, peer=2, operation="step", reason=reason))
         connections.close()
     if ranks.rank == 0:
         flat = torch.ones(100)
@@ -114,9 +116,10 @@ def _told_of_a_loss(ranks: Ranks) -> Any:
     return answer
 
 
-def test_who_has_lost_another_rank_names_it_in_its_goodbye() -> None:
-    answer, *_ = run(ranks_of_threads(3, timeout=1000.0), _told_of_a_loss)
-    assert answer == ("PeerFailed: rank 0: stopped in receive of chunk 0: rank 2 has failed: its process has ended")
+@pytest.mark.parametrize(("reason", "told"), [("its process has ended", 21), ("\N{SKULL}" * 2000, 331)])
+def test_who_has_lost_another_rank_names_it_in_its_goodbye(reason: str, told: int) -> None:
+    answer, *_ = run(ranks_of_threads(3, timeout=1000.0), _told_of_a_loss, reason)
+    assert answer == f"PeerFailed: rank 0: stopped in receive of chunk 0: rank 2 has failed: {reason[:told]}"
 
 
 def _says_goodbye(ranks: Ranks) -> Any:
@@ -275,6 +278,74 @@ def test_what_goes_with_no_other_transport_than_gloo_is_refused() -> None:
         UserInputError, match=r"transport must be one of gloo, tcp, tls; got 'tpc' \(did you mean tcp\?\)"
     ):
         Wire(transport="tpc")
+    with pytest.raises(UserInputError, match="segment-bytes must be at most 1,073,741,824; got 1,073,741,825"):
+        Wire(segment_bytes=(1 << 30) + 1)
+
+
+def test_what_tcp_has_not_is_over_gloo_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Wire(all_reduce="native").transport_name == Wire(connections=2).transport_name == "gloo"
+    assert default_transport("ring", 1) == "tcp"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert default_transport("ring", 1) == "gloo"
+
+
+def _ends_before_it_connects(ranks: Ranks) -> str:
+    if ranks.rank == 0:
+        return error_of(greeting.connect, ranks, 1000.0, None)
+    listener, *_ = greeting.listeners(ranks, "sockets")
+    close(listener)
+    return ""
+
+
+def test_a_rank_that_ends_while_the_others_connect_is_named_before_their_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Ranks, "ended", lambda ranks, within=0.0: [1])
+    answer, _ = run(ranks_of_threads(2, timeout=1000.0), _ends_before_it_connects)
+    assert answer.startswith("CommunicationError: rank 0: connection with rank 1 failed: its process has ended"), answer
+
+
+def _flush_behind_a_message(ranks: Ranks) -> list[bool]:
+    """Let rank 0 flush while its connection to rank 1 takes no more; return whether something is still to be sent."""
+    connections, flat = connected(ranks), torch.zeros(16 << 20)
+    if ranks.rank == 0:
+        connections.transport.send(flat, 1, "more than the kernel takes")
+    if ranks.rank == 1:
+        connections.transport.receive(flat, 0, "more than the kernel takes").wait()
+    connections.run("flush", 0, lambda: None)
+    left = [bool(peer.outgoing) for peer in _links(connections)._peers.values()]
+    ranks.all_gather_object("done", None)
+    connections.close()
+    return left
+
+
+def test_a_call_ends_when_the_kernel_has_all_that_it_sends() -> None:
+    """No thread would send its header afterwards, for which the next rank waits."""
+    assert run(ranks_of_threads(3), _flush_behind_a_message) == [[False] * 2] * 3
+
+
+def test_a_wait_ends_although_the_kernel_does_not_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux before 5.12 may not, below the bytes that were asked for."""
+
+    def never(peer: tcp._Peer) -> None:
+        peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1 << 20)
+
+    monkeypatch.setattr(tcp._Peer, "set_wake_bytes", never)
+    assert run(ranks_of_threads(2), lambda ranks: sum_of_ones(connected(ranks))) == [2.0] * 2
+
+
+def test_connections_work_without_the_options_that_a_kernel_does_not_have() -> None:
+    options: dict[int, int] = {}
+
+    class Kernel:
+        def setsockopt(self, level: int, name: int, value: int) -> None:
+            options[name] = value
+            if name != socket.TCP_NODELAY:
+                raise OSError(92, "Protocol not available")
+
+    tcp._set_options(Kernel(), 1800.0)  # type: ignore[arg-type]
+    assert options[socket.TCP_KEEPIDLE] == options[socket.TCP_KEEPINTVL] == 30
+    assert options[socket.TCP_USER_TIMEOUT] == 3_600_000  # the waits of 1,800 s end before
 
 
 def test_connections_leave_no_file_open() -> None:

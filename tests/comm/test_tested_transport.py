@@ -12,7 +12,7 @@ from pipesgd.comm.transport import TorchLinks
 from pipesgd.ranks import Ranks
 from pipesgd.sections import Wire
 
-NAME = os.environ.get("PIPESGD_TESTED_TRANSPORT", "gloo")
+NAME = os.environ.get("PIPESGD_TESTED_TRANSPORT", "tcp")
 
 
 def _kind(ranks: Ranks) -> bool:
@@ -25,5 +25,5 @@ def _kind(ranks: Ranks) -> bool:
 
 @pytest.mark.slow
 def test_ranks_are_connected_by_the_transport_that_is_tested() -> None:
-    assert Wire().transport == NAME
+    assert Wire().transport_name == NAME
     assert run_ranks(2, _kind) == [NAME == "gloo"] * 2

@@ -68,7 +68,7 @@ def _train(folder: Path, width: int, leavers: Collection[int]) -> int:
     model = Weights()
     optimizer = Counted(model.parameters())
     updates = pipesgd.Updates(prediction="none")
-    wire = pipesgd.Wire(transport="tcp")
+    wire = pipesgd.Wire()
     pipeline = pipesgd.Pipelined(model, optimizer, width=width, codec="int4", ranks=ranks, wire=wire, updates=updates)
     try:
         with ranks, pipeline:

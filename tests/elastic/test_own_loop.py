@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipesgd
 from experiments.forked_ranks import fork_rank, store
-from pipesgd import elastic, replicas
+from pipesgd import elastic, keys, replicas
 from pipesgd.codecs.base import FusedCodec
 from pipesgd.ddp import attach
 from pipesgd.elastic.missed import is_missed
@@ -96,7 +96,7 @@ def _run(folder: Path, wire: pipesgd.Wire, train: Train = _train) -> list[int]:
 
 @pytest.mark.parametrize("train", [_train, _train_attached])
 def test_the_others_continue_with_their_shares(tmp_path: Path, train: Train) -> None:
-    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), train)
+    codes = _run(tmp_path, pipesgd.Wire(), train)
     assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
     (first, shares), (other, others) = (
         json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2)
@@ -135,7 +135,7 @@ def _lose_in_different_iterations(folder: Path, wire: pipesgd.Wire) -> None:
 
 def test_all_are_told_of_a_loss_in_the_same_iteration(tmp_path: Path) -> None:
     """Loops may do something then, such as set a new learning rate, which must be the same on all ranks."""
-    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _lose_in_different_iterations)
+    codes = _run(tmp_path, pipesgd.Wire(), _lose_in_different_iterations)
     assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
     told, others = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2))
     assert told == others
@@ -164,7 +164,7 @@ def _save_after_a_loss(folder: Path, wire: pipesgd.Wire) -> None:
 
 
 def test_what_is_saved_where_a_rank_is_lost_is_that_of_those_who_remain(tmp_path: Path) -> None:
-    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _save_after_a_loss)
+    codes = _run(tmp_path, pipesgd.Wire(), _save_after_a_loss)
     assert codes == [-9, 0, 0], (tmp_path / "log").read_text(encoding="utf-8")
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (1, 2)]
     assert found == [[0, 2, 0, 2], [1, 2, 1, 2]]
@@ -204,7 +204,7 @@ def _combine_after_a_loss(folder: Path, wire: pipesgd.Wire) -> None:
 @pytest.mark.parametrize("when", ["before", MIDDLE])
 def test_a_mean_is_of_those_who_remain(tmp_path: Path, when: str) -> None:
     (tmp_path / when).touch()
-    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _combine_after_a_loss)
+    codes = _run(tmp_path, pipesgd.Wire(), _combine_after_a_loss)
     assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
     means = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2)]
     assert means == [[1.0], [1.0]]
@@ -227,7 +227,7 @@ def _sum_after_a_loss(folder: Path, wire: pipesgd.Wire) -> None:
 
 def test_a_sum_that_was_interrupted_is_of_the_gradients_as_they_were(tmp_path: Path) -> None:
     """Each rank's bucket is copied before the sum changes it."""
-    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _sum_after_a_loss)
+    codes = _run(tmp_path, pipesgd.Wire(), _sum_after_a_loss)
     assert codes == [0, -9, 0], (tmp_path / "log").read_text(encoding="utf-8")
     for rank in (0, 2):
         weights = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
@@ -270,7 +270,7 @@ def _train_until_alone(folder: Path, wire: pipesgd.Wire) -> None:
 
 
 def test_a_rank_without_a_majority_can_save_what_it_has(tmp_path: Path) -> None:
-    codes = _run(tmp_path, pipesgd.Wire(transport="tcp"), _train_until_alone)
+    codes = _run(tmp_path, pipesgd.Wire(), _train_until_alone)
     assert codes == [0, -9, -9], (tmp_path / "log").read_text(encoding="utf-8")
     state = json.loads((tmp_path / "state.json").read_text(encoding="utf-8"))
     assert "1 of 3 ranks of generation 0 are here: no majority came back within 1 s" in state["why"]
@@ -316,7 +316,7 @@ def _train_on(folder: Path, wire: pipesgd.Wire) -> None:
 
 
 def test_another_run_continues_with_the_samples_that_are_next(tmp_path: Path) -> None:
-    wire = pipesgd.Wire(transport="tcp")
+    wire = pipesgd.Wire()
     for run, codes in (("first", [0, -9, 0]), ("second", [0, 0, -9])):
         assert _run(tmp_path, wire, _train_on) == codes, (tmp_path / "log").read_text(encoding="utf-8")
         assert json.loads((tmp_path / f"{run}.json").read_text(encoding="utf-8"))["iteration"] == ENDS[run]
@@ -330,15 +330,34 @@ def test_another_run_continues_with_the_samples_that_are_next(tmp_path: Path) ->
 
 def test_a_state_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "first.json").write_text('{"iteration": 3}', encoding="utf-8")
-    assert _run(tmp_path, pipesgd.Wire(transport="tcp"), _train_on) == [2, 2, 2]
+    assert _run(tmp_path, pipesgd.Wire(), _train_on) == [2, 2, 2]
     line = (tmp_path / "0.error").read_text(encoding="utf-8")
     assert line == "state must be what state_dict() returns; got {'iteration': 3}"
 
 
-def test_a_wire_that_cannot_lose_ranks_is_refused(tmp_path: Path) -> None:
-    assert _run(tmp_path, pipesgd.Wire()) == [2, 2, 2]
-    line = (tmp_path / "0.error").read_text(encoding="utf-8")
-    assert line == "transport must be tcp or tls with --elastic, since gloo's waits cannot be ended; got gloo"
+@pytest.mark.parametrize(
+    ("transport", "line"),
+    [
+        ("gloo", "transport must be tcp or tls with --elastic, since gloo's waits cannot be ended; got gloo"),
+        ("tls", "transport must be tcp, that of the ranks; got tls"),
+    ],
+)
+def test_a_wire_that_does_not_go_with_the_ranks_is_refused(transport: str, line: str, tmp_path: Path) -> None:
+    assert _run(tmp_path, pipesgd.Wire(transport=transport)) == [2, 2, 2]
+    assert (tmp_path / "0.error").read_text(encoding="utf-8") == line
+
+
+def _gradients_over_tls(folder: Path, wire: pipesgd.Wire) -> None:
+    with elastic.join(transport="tls", secret_file=f"{folder}/job.key") as ranks:
+        model = nn.Linear(3, 2)
+        with pipesgd.Pipelined(model, torch.optim.SGD(model.parameters()), ranks=ranks, wire=wire) as pipeline:
+            peers = pipeline.flight.connections._links._peers.values()
+            assert [peer.is_secure for peer in peers] == [True, True]
+
+
+def test_gradients_take_the_transport_of_the_ranks(tmp_path: Path) -> None:
+    keys.make(tmp_path / "job.key", certificate=True)
+    assert _run(tmp_path, pipesgd.Wire(), _gradients_over_tls) == [0, 0, 0], (tmp_path / "log").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -375,7 +394,7 @@ def _hang(folder: Path, wire: pipesgd.Wire) -> None:
 
 
 def test_a_rank_that_hangs_leaves_and_ends(tmp_path: Path) -> None:
-    codes = _run(tmp_path, pipesgd.Wire(transport="tcp", timeout=TIMEOUT), _hang)
+    codes = _run(tmp_path, pipesgd.Wire(timeout=TIMEOUT), _hang)
     log = (tmp_path / "log").read_text(encoding="utf-8")
     assert codes == [0, 1, 0], log
     assert [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 2)] == [2, 2]
@@ -433,6 +452,6 @@ LATE_SECONDS = 0.5
 
 def test_a_unit_without_a_sum_ends_when_all_have_begun_it(tmp_path: Path) -> None:
     """Else a survivor could hold its result whom others are two units behind: none has what they miss."""
-    assert _run(tmp_path, pipesgd.Wire(transport="tcp"), _combine) == [0, 0, 0], (tmp_path / "log").read_text("utf-8")
+    assert _run(tmp_path, pipesgd.Wire(), _combine) == [0, 0, 0], (tmp_path / "log").read_text("utf-8")
     times = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]
     assert min(ended for _, ended in times) >= max(begun for begun, _ in times)

@@ -38,7 +38,7 @@ def test_elastic_ranks_next_to_others(tmp_path: Path) -> None:
     done = run_module("experiments.elastic_cost", "--quick", "--links", "loopback", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (row,) = load(tmp_path / "elastic_cost.csv")
-    assert row["plain_median_s"] > 0 and row["elastic_median_s"] > 0
+    assert min(row["plain_median_s"], row["elastic_median_s"]) > 0
 
 
 @needs_root

@@ -102,9 +102,9 @@ def _open_now() -> list[int]:
     return [sum(1 for _ in Path("/proc/self", kind).iterdir()) for kind in ("fd", "task")]
 
 
-def _construct(ranks: Ranks, times: int) -> tuple[list[int], list[int]]:
+def _construct(ranks: Ranks, times: int, connections: int) -> tuple[list[int], list[int]]:
     for number in range(times):
-        model, pipeline = _make(ranks, connections=2)
+        model, pipeline = _make(ranks, connections=connections)
         with pipeline:
             _backward(model, ranks, 0)
             pipeline.step()
@@ -116,8 +116,9 @@ def _construct(ranks: Ranks, times: int) -> tuple[list[int], list[int]]:
     return first, last
 
 
-def test_twenty_pipelines_leave_no_file_descriptor_and_no_thread_behind() -> None:
-    for first, last in run_ranks(2, _construct, 20):
+@pytest.mark.parametrize("connections", [1, 2])  # over tcp and gloo
+def test_twenty_pipelines_leave_no_file_descriptor_and_no_thread_behind(connections: int) -> None:
+    for first, last in run_ranks(2, _construct, 20, connections):
         assert last <= first
 
 

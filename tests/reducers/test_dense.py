@@ -1,4 +1,4 @@
-"""Gradients through codecs: over gloo in the pipelined strategy, and allocations of an all-reduce."""
+"""Gradients through codecs: between processes in the pipelined strategy, and allocations of an all-reduce."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Run:
         return weights_sha256(self.model)
 
 
-# --- Over gloo --------------------------------------------------------------------------------------------------------
+# --- Between processes ------------------------------------------------------------------------------------------------
 
 LOSSY = [
     small("int8"),
