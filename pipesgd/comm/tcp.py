@@ -403,8 +403,8 @@ class TcpLinks:
             if not ready and time.monotonic() >= end:
                 self._loss = _Loss(f"no answer within {self._timeout:g} s", late=True)
             with self._using:
-                for peer in [] if ready else self._peers.values():  # Linux before 5.12 may not wake at SO_RCVLOWAT
-                    peer.receive()
+                for silent in [] if ready else self._peers.values():  # Linux before 5.12 may not wake at SO_RCVLOWAT
+                    silent.receive()
                 for fd, event in ready:
                     peer = self._by_fd.get(fd)
                     if peer is None:

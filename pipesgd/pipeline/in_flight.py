@@ -42,7 +42,7 @@ class Layout:
 class Members(Protocol):
     """The ranks that hold one replica of the model together with this one, each a part of it."""
 
-    def connect(self) -> None:
+    def connect(self, transport: str) -> None:
         """Connect to the other members. Collective, as is all that follows but ``close``."""
 
     def begin(self, iteration: int) -> None:
