@@ -120,7 +120,7 @@ class Ranks:
     """Client of the store for reports while there is a watcher, whose own client must not be given up with them."""
     _listeners: list[Callable[[RunError], None]] = field(default_factory=list, init=False, repr=False)
     _failure: RunError | None = field(default=None, init=False, repr=False)
-    _goodbyes: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
+    _goodbyes: list[Callable[[str], None]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.job_size = self.job_size or self.world_size
@@ -239,15 +239,15 @@ class Ranks:
         """Return the ranks whose processes are known to have ended without a word; wait for one for some seconds."""
         return [] if self._job._watcher is None else self._job._watcher.ended(within)
 
-    def say_goodbye(self) -> None:
-        """Tell the other ranks that the end of this process, which may come now, is no loss."""
+    def say_goodbye(self, why: str = "") -> None:
+        """Tell the other ranks that the end of this process, which may come now, is no loss; or ``why`` it fails."""
         for goodbye in list(self._job._goodbyes):
-            goodbye()
+            goodbye(why)
         if self._job._watcher is not None:
             self._job._watcher.neighbours.say_goodbye()
 
-    def at_goodbye(self, goodbye: Callable[[], None]) -> Callable[[], None]:
-        """Let ``say_goodbye`` call this, too, until the function that is returned is called."""
+    def at_goodbye(self, goodbye: Callable[[str], None]) -> Callable[[], None]:
+        """Let ``say_goodbye`` call this with its reason, too, until the function that is returned is called."""
         goodbyes = self._job._goodbyes
         goodbyes.append(goodbye)
         return lambda: goodbyes.remove(goodbye)
@@ -457,7 +457,7 @@ class Ranks:
         calls.set(report_key(self.rank), json.dumps([error, peer]))
         if error:
             calls.set(FAILURE, "")
-        self.say_goodbye()
+        self.say_goodbye(error if peer is None else "")
 
     def report_and_wait(self, error: str, peer: int | None = None) -> list[int]:
         """Report an error as ``report`` does, wait a moment for other ranks' reports, and return those that sent none.

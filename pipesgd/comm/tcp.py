@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,7 +70,9 @@ class _Loss:
 
     reason: str
     lost: int | None = None
-    """Rank that the peer has lost itself, as its goodbye says."""
+    """Rank that the peer has lost itself, as its goodbye says; the peer, if it fails for a reason of its own."""
+    is_reported: bool = False
+    """True if that rank itself has said so."""
     late: bool = False
     """True if a deadline has passed."""
     of_call: tuple[str, int] | None = None
@@ -237,7 +239,8 @@ class _Peer:
         rest = b""
         with contextlib.suppress(OSError):
             rest = self.sock.recv(length - len(start)) if len(start) < length else b""
-        return _told(start + rest) or _Loss(_HAS_LEFT, may_be_a_consequence=True)
+        told = _told(start + rest) or _Loss(_HAS_LEFT, may_be_a_consequence=True)
+        return replace(told, is_reported=told.lost == self.rank)
 
     def _hear_why(self) -> None:
         """Find out whether the peer, which takes no more, has said why."""
@@ -247,7 +250,8 @@ class _Peer:
             with contextlib.suppress(OSError):
                 data = self.sock.recv(FRAME.size + LARGEST_TEXT)
                 if len(data) >= FRAME.size and FRAME.unpack_from(data)[4] == LOSS:
-                    self.loss = _told(data[FRAME.size :]) or self.loss
+                    told = _told(data[FRAME.size :])
+                    self.loss = self.loss if told is None else replace(told, is_reported=told.lost == self.rank)
 
 
 class TcpLinks:
@@ -315,15 +319,16 @@ class TcpLinks:
         peer = error.peer if isinstance(error, CommunicationError) else None
         numbers = [self._ranks.number(rank) for rank in range(self.world_size)]
         reason = error.reason if isinstance(error, CommunicationError) else str(error)
-        self._loss = self._loss or _Loss(reason, lost=numbers.index(peer) if peer in numbers else None)
+        lost = numbers.index(peer) if peer in numbers else None
+        self._loss = self._loss or _Loss(reason, lost=lost, is_reported=isinstance(error, PeerFailed))
         self._end_wait()
 
-    def say_goodbye(self) -> None:
-        """Tell the others that this rank ends in order, or whom it has lost; any thread may call this."""
+    def say_goodbye(self, why: str = "") -> None:
+        """Tell the others that this rank ends in order, whom it has lost, or ``why`` it fails; for any thread."""
         if not self._using.acquire(timeout=ENDED_SECONDS):
             return
         try:
-            loss = self._loss
+            loss = self._loss or (_Loss(why, lost=self.rank) if why else None)
             lost = None if loss is None else loss.lost
             body = b"" if lost is None or loss is None else json.dumps([lost, loss.reason[:LONGEST_REASON]]).encode()
             frame = FRAME.pack(len(body), 0, 0, CONTROL, LOSS if body else GOODBYE, 0) + body
@@ -450,7 +455,7 @@ class TcpLinks:
             reason = ended_text(self._ranks.number(peer if lost is None else lost))
         if lost == self.rank:
             reason = f"it has lost this rank: {reason}"
-        elif lost not in (None, peer):
+        elif lost is not None and (lost != peer or loss.is_reported):
             self._loss = self._loss or _Loss(reason, lost=lost)
             return PeerFailed(rank=self.rank, peer=lost, operation=operation, reason=reason)
         kind = DeadlineExceeded if loss.late else CommunicationError
