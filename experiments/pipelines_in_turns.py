@@ -45,7 +45,7 @@ FULL, QUICK = Effort(60, 10), Effort(3, 3)
 
 @dataclass(frozen=True)
 class Samples:
-    """What this rank trains on in each iteration of every pipeline."""
+    """Inputs and targets that this rank trains on, the same in each iteration of every pipeline."""
 
     inputs: torch.Tensor = field(default_factory=lambda: torch.randn(BATCH, 1, 28, 28))
     targets: torch.Tensor = field(default_factory=lambda: torch.randint(0, 10, (BATCH,)))

@@ -325,7 +325,7 @@ def test_a_call_ends_when_the_kernel_has_all_that_it_sends() -> None:
 
 
 def test_a_wait_ends_although_the_kernel_does_not_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Linux before 5.12 may not, below the bytes that were asked for."""
+    """Linux before 5.12 may let a wait sleep that has asked for many bytes at once."""
 
     def never(peer: tcp._Peer) -> None:
         peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1 << 20)

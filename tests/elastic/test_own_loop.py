@@ -351,7 +351,7 @@ def _gradients_over_tls(folder: Path, wire: pipesgd.Wire) -> None:
     with elastic.join(transport="tls", secret_file=f"{folder}/job.key") as ranks:
         model = nn.Linear(3, 2)
         with pipesgd.Pipelined(model, torch.optim.SGD(model.parameters()), ranks=ranks, wire=wire) as pipeline:
-            peers = pipeline.flight.connections._links._peers.values()
+            peers = pipeline.pipeline.flight.connections._links._peers.values()
             assert [peer.is_secure for peer in peers] == [True, True]
 
 
