@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def pipeline(accelerator: str, ranks: Ranks, *, codec: str, transport: str) -> p
         sample_shape=(1, 28, 28),
         num_classes=10,
         hidden_sizes=(1000, 1000),
+        seed=ranks.rank,  # of gradients, which must not be those of other ranks
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
@@ -78,7 +80,13 @@ def pipeline(accelerator: str, ranks: Ranks, *, codec: str, transport: str) -> p
 
 def of_slowest(ranks: Ranks, contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Return each contender's times in ``rounds`` rounds, after a warm-up: those of the slowest rank. Collective."""
-    of_ranks = ranks.all_gather_object("times", interleave_here(contenders, rounds, warm_up=WARM_UP))
+
+    def together(one: Callable[[], float]) -> float:
+        ranks.all_gather_object("turn", None)  # what ranks were apart before is nobody's time
+        return one()
+
+    turns = {name: partial(together, one) for name, one in contenders.items()}
+    of_ranks = ranks.all_gather_object("times", interleave_here(turns, rounds, warm_up=WARM_UP))
     return {name: [max(times) for times in zip(*(one[name] for one in of_ranks), strict=True)] for name in contenders}
 
 
@@ -93,7 +101,12 @@ def times_of(module: str, words: Sequence[str], ranks: int, link: Link | None) -
         job = ["-m", module, "--job", *words, str(file)]
         if link is None:
             done = subprocess.run(
-                command.torchrun(ranks, *job), cwd=REPOSITORY, capture_output=True, text=True, check=False
+                command.torchrun(ranks, *job),
+                cwd=REPOSITORY,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=JOB_SECONDS,
             )
             failure = last_words(done.stdout + done.stderr) if done.returncode else None
         else:

@@ -53,7 +53,7 @@ RANKS = 3
 TRANSPORTS = ("gloo", "tcp", "tls")
 NOBODY, CONNECTIONS, FORGER, EARLY = "nobody", "connections", "forger", "early forger"
 KINDS = (NOBODY, CONNECTIONS, FORGER, EARLY)
-ITERATIONS, QUICK_ITERATIONS = 700, 200
+ITERATIONS, QUICK_ITERATIONS = 1500, 200
 WORDS = (
     "--dataset digits --model experiments.accelerators:at_least=40ms --batch-size 8 --width 2 --codec int8 "
     "--timeout 20 --checkpoint-iterations 100"
@@ -62,7 +62,7 @@ BEGIN, BEFORE = 60, 20
 """Iteration in which strangers come, and the first one that tells what iterations take before."""
 NUMBER, QUICK_NUMBER = 10_000, 600
 FORGED_SECONDS, QUICK_SECONDS, EARLY_SECONDS = 12.0, 2.0, 8.0
-ROUND_SECONDS = 0.02
+ROUND_SECONDS, MEMORY_SECONDS = 0.02, 1.0
 START_SECONDS, DEADLINE_SECONDS = 60.0, 180.0
 MOST_BYTES, MOST_TIMES, MOST_WORD_SECONDS = 5_000_000, 1.1, 2.0
 COMPLAINT = re.compile(r"(lost|silent|no heartbeat|has failed|stopped by|all ranks write a checkpoint)")
@@ -85,6 +85,8 @@ class Ended:
     """Median of an iteration of rank 0 before the strangers came, and while they were there; NaN if there was none."""
     grown_bytes: int
     """Bytes by which a rank has grown meanwhile, at most."""
+    cut_short: str = ""
+    """Words that say so if not all strangers came."""
 
 
 class Job(WatchedRanks):
@@ -92,6 +94,9 @@ class Job(WatchedRanks):
 
     def __init__(self, words: Sequence[str], folder: Path, port: int):
         self.folder, self.port = folder, port
+        self.most_bytes: dict[int, int] = {}
+        """Most bytes of each rank's memory that were seen since ``begin``."""
+        self._look_again = 0.0
         super().__init__(folder, len(words), lambda rank: _fork(words[rank], rank, folder, port))
 
     def done(self) -> list[float]:
@@ -101,12 +106,17 @@ class Job(WatchedRanks):
 
     def runs(self) -> bool:
         """Return True if all ranks run."""
+        if (now := time.monotonic()) >= self._look_again:
+            self._look_again = now + MEMORY_SECONDS
+            self.look_at_memory()
         self.look(0.0)
         return not self.codes
 
-    def bytes_of_ranks(self) -> list[int]:
-        """Return the bytes of each rank's memory that no other process shares."""
-        return [private_bytes(pid) for pid in self.pids.values()]
+    def look_at_memory(self) -> None:
+        """Note the bytes of each rank's memory that no other process shares."""
+        for rank, pid in self.pids.items():
+            with contextlib.suppress(OSError):  # it has ended
+                self.most_bytes[rank] = max(private_bytes(pid), self.most_bytes.get(rank, 0))
 
 
 def private_bytes(pid: int) -> int:
@@ -136,16 +146,20 @@ def play(words: str | Sequence[str], attack: Attack, *, at_once: bool = False) -
     """Run ranks with these words, or words of each, and attack them when they train, or ``at_once``."""
     with tempfile.TemporaryDirectory() as name, store() as port:
         folder = Path(name)
-        before, begin, grown = [0] * RANKS, time.monotonic(), 0
+        begin, grown = time.monotonic(), 0
         with Job([words] * RANKS if isinstance(words, str) else words, folder, port) as job:
             if not at_once:
                 job.wait(lambda: bool(job.codes) or len(job.done()) >= BEGIN, START_SECONDS)
+            cut_short = ""
             if job.runs():
-                before, begin = job.bytes_of_ranks(), time.monotonic()
+                job.most_bytes.clear()
+                job.look_at_memory()
+                before, begin = dict(job.most_bytes), time.monotonic()
                 attack(job)
+                cut_short = "" if job.runs() else "the ranks ended before the strangers did"
+                job.look_at_memory()
+                grown = max(job.most_bytes[rank] - then for rank, then in before.items())
             attacked = time.monotonic()
-            if job.runs():
-                grown = max(now - then for now, then in zip(job.bytes_of_ranks(), before, strict=True))
             job.wait_for_all(DEADLINE_SECONDS)
         summary = folder / "run" / "summary.json"
         times = [(b, b - a) for a, b in itertools.pairwise(job.done())]
@@ -156,6 +170,7 @@ def play(words: str | Sequence[str], attack: Attack, *, at_once: bool = False) -
             seconds_before=_median([one for when, one in times[BEFORE:] if when < begin]),
             seconds_meanwhile=_median([one for when, one in times[BEFORE:] if begin <= when < attacked]),
             grown_bytes=grown,
+            cut_short=cut_short,
         )
 
 
@@ -261,6 +276,8 @@ def harm(kind: str, ended: Ended, of_nobody: Ended) -> str:
         return "" if kept and "Traceback" not in ended.text else f"exit codes {ended.codes} without the word"
     if any(ended.codes):
         return f"exit codes {ended.codes}: {' / '.join(ended.text.splitlines()[-3:])[:300]}"
+    if ended.cut_short and kind in (CONNECTIONS, FORGER):
+        return ended.cut_short
     if ended.weights != of_nobody.weights:
         return "other weights"
     if line := next((line for line in ended.text.splitlines() if COMPLAINT.search(line)), ""):

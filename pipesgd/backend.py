@@ -264,7 +264,6 @@ class _LargeSums:
         self._options = options
         self._device = device
         self._links: Links | None = None
-        self._failure: CommunicationError | None = None
         self._number = 0
         self._residuals = _Residuals()
         self._thread = CommunicationThread(torch.device(device))
@@ -279,24 +278,21 @@ class _LargeSums:
         self._thread.close(lambda: None if self._links is None else self._links.close())
 
     def _sum(self, tensor: Tensor, mean: bool) -> None:
-        if self._failure is not None:
-            raise self._failure
         if self._links is None:
             self._links = self._connect()
             self._say(tensor)
         try:
             self._sum_connected(tensor, mean)
-        except CommunicationError as failure:
-            failure.name_ranks(self._ranks.number)
-            self._failure = failure
-        except OutOfStepError as failure:
-            rank, peer = map(self._ranks.number, (failure.rank, failure.peer))
-            reason = "its large sums are of other tensors, or in another order"
-            self._failure = CommunicationError(rank=rank, peer=peer, operation="large sum", reason=reason)
-        if self._failure is not None:
-            if self._options.transport != "gloo":  # whose waits nothing can end
+        except BaseException as failure:
+            if self._options.transport != "gloo":  # whose waits nothing ends
                 self._links.close()  # the other ranks hear of it
-            raise self._failure
+            if isinstance(failure, OutOfStepError):
+                rank, peer = map(self._ranks.number, (failure.rank, failure.peer))
+                reason = "its large sums are of other tensors, or in another order"
+                raise CommunicationError(rank=rank, peer=peer, operation="large sum", reason=reason) from failure
+            if isinstance(failure, CommunicationError):
+                failure.name_ranks(self._ranks.number)
+            raise
 
     def _sum_connected(self, tensor: Tensor, mean: bool) -> None:
         exact = self._options.codec_options.codec == "fp32"

@@ -313,7 +313,7 @@ class TrainConfig:
             *others.values(),
             **codec.facts(),
             all_reduce_name=self.wire.all_reduce_name,
-            transport_name=self.wire.transport_name,
+            transport_name=self.transport,
             reduce=str(self.wire.reduce),
             outer=self.windows.outer or "average",
             asked_outer=self.windows.outer,
@@ -322,6 +322,13 @@ class TrainConfig:
             planned=f"{auto[0]} auto" if auto else "cluster",
             searched=[name for name in auto if name != "fragments"],
         )
+
+    @property
+    def transport(self) -> str:
+        """Transport of gradients."""
+        if self.run.elastic is not None:
+            return self.wire.transport or "tcp"
+        return self.wire.transport_on(self.run.device)
 
     @property
     def in_windows(self) -> bool:
@@ -385,8 +392,8 @@ class TrainConfig:
         """Return a short description of what is done with the gradients."""
         if self.pipeline.strategy == "pipelined":
             connections = f" on {self.wire.connections} connections each" if self.wire.connections > 1 else ""
-            is_usual = self.wire.all_reduce_name == "native" or self.wire.transport_name == "tcp"
-            connections += "" if is_usual else f" over {self.wire.transport_name}"
+            is_usual = self.wire.all_reduce_name == "native" or self.transport == "tcp"
+            connections += "" if is_usual else f" over {self.transport}"
             connections += "" if self.wire.rate_limit is None else f", at most {self.wire.rate_limit} each"
             if self.wire.cut != WHOLE:
                 connections += f", buckets {self.wire.buckets}"

@@ -313,7 +313,8 @@ def _hear_the_others(ranks: Ranks, text: str, failure: BaseException, *, known: 
     is_victim = isinstance(failure, PeerFailed)
     peer = failure.peer if isinstance(failure, CommunicationError) else None
     try:
-        silent = ranks.report_and_wait("" if is_victim else text, peer)
+        reason = failure.reason if isinstance(failure, CommunicationError) else ""
+        silent = ranks.report_and_wait("" if is_victim else text, peer, reason)
     except RuntimeError:
         say(f"error: rank {ranks.rank}: nobody can be told (the store that the ranks share is gone or hangs)")
         return

@@ -120,7 +120,7 @@ class Ranks:
     """Client of the store for reports while there is a watcher, whose own client must not be given up with them."""
     _listeners: list[Callable[[RunError], None]] = field(default_factory=list, init=False, repr=False)
     _failure: RunError | None = field(default=None, init=False, repr=False)
-    _goodbyes: list[Callable[[str], None]] = field(default_factory=list, init=False, repr=False)
+    _goodbyes: list[Callable[[str, int | None], None]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.job_size = self.job_size or self.world_size
@@ -239,15 +239,18 @@ class Ranks:
         """Return the ranks whose processes are known to have ended without a word; wait for one for some seconds."""
         return [] if self._job._watcher is None else self._job._watcher.ended(within)
 
-    def say_goodbye(self, why: str = "") -> None:
-        """Tell the other ranks that the end of this process, which may come now, is no loss; or ``why`` it fails."""
+    def say_goodbye(self, why: str = "", peer: int | None = None) -> None:
+        """Tell the other ranks that the end of this process, which may come now, is no loss.
+
+        Or ``why`` it fails, and which ``peer`` it has lost, if that is the reason.
+        """
         for goodbye in list(self._job._goodbyes):
-            goodbye(why)
+            goodbye(why, peer)
         if self._job._watcher is not None:
             self._job._watcher.neighbours.say_goodbye()
 
-    def at_goodbye(self, goodbye: Callable[[str], None]) -> Callable[[], None]:
-        """Let ``say_goodbye`` call this with its reason, too, until the function that is returned is called."""
+    def at_goodbye(self, goodbye: Callable[[str, int | None], None]) -> Callable[[], None]:
+        """Let ``say_goodbye`` call this with its values, too, until the function that is returned is called."""
         goodbyes = self._job._goodbyes
         goodbyes.append(goodbye)
         return lambda: goodbyes.remove(goodbye)
@@ -443,23 +446,25 @@ class Ranks:
         except RuntimeError as failure:
             raise lost(failure, self.rank, None, "connection to all ranks", timeout) from failure
 
-    def report(self, error: str, peer: int | None = None) -> None:
+    def report(self, error: str, peer: int | None = None, reason: str = "") -> None:
         """Tell the other ranks why this one has failed, and which ``peer`` it has lost, if that is the reason.
 
-        An empty ``error`` says that another rank's failure has ended this one. If the peer's process has ended, that is
-        reported first, so that nobody takes this rank for the cause.
+        An empty ``error`` says that the ``peer`` has failed for a ``reason``, which has ended this one. If the peer's
+        process has ended, that is reported first, so that nobody takes this rank for the cause.
         """
         calls = self._job._reports or self._calls
         calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line must not wait for it
-        if error and peer is not None:
-            for ended in self.ended(within=ENDED_SECONDS):
-                calls.run(functools.partial(report_ended, rank=ended, number=self.number(ended)))
-        calls.set(report_key(self.rank), json.dumps([error, peer]))
-        if error:
-            calls.set(FAILURE, "")
-        self.say_goodbye(error if peer is None else "")
+        try:
+            if error and peer is not None:
+                for ended in self.ended(within=ENDED_SECONDS):
+                    calls.run(functools.partial(report_ended, rank=ended, number=self.number(ended)))
+            calls.set(report_key(self.rank), json.dumps([error, peer]))
+            if error:
+                calls.set(FAILURE, "")
+        finally:  # the store may be gone
+            self.say_goodbye(error or reason, peer)
 
-    def report_and_wait(self, error: str, peer: int | None = None) -> list[int]:
+    def report_and_wait(self, error: str, peer: int | None = None, reason: str = "") -> list[int]:
         """Report an error as ``report`` does, wait a moment for other ranks' reports, and return those that sent none.
 
         Nobody waits for the report of a rank whose process has ended.
@@ -468,7 +473,7 @@ class Ranks:
             RuntimeError: the store is gone, or hangs.
         """
         calls = self._job._reports or self._calls
-        self.report(error, peer)
+        self.report(error, peer, reason)
         keys = [report_key(rank) for rank in range(self.world_size)]
         if poll(lambda: calls.check(keys), REPORT_GRACE_SECONDS):
             return self.ended()

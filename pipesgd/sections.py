@@ -76,8 +76,9 @@ class Wire:
     transport: str | None = option(None, choices=TRANSPORTS, read_by=PIPELINED)
     """Transport of gradients: tcp, connections of pipesgd's own (Linux), whose waits end at once when a rank is lost;
     tls, the same with TLS 1.3, which needs a --secret-file with a certificate (pipesgd keys new --tls); or gloo. By
-    default tcp; but gloo on other systems, with --all-reduce native, which is torch's own, with more --connections than
-    one, which tcp and tls do not have, and with --rate-limit, which they keep less exactly."""
+    default tcp; but gloo on other systems, on GPUs (where tcp has not been run), with --all-reduce native, which is
+    torch's own, with more --connections than one, which tcp and tls do not have, and with --rate-limit, which they keep
+    less exactly. With --elastic always tcp."""
     rate_limit: str | None = option(None, read_by=PIPELINED)
     """Most that each rank sends in a second, as 50mbit or 6.25MB/s, so that others can use its line, too; no limit by
     default. It counts the messages of all-reduces, without the headers of packets (about 5 %)."""
@@ -143,11 +144,10 @@ class Wire:
         """
         return all_reduce_name(self.all_reduce)
 
-    @property
-    def transport_name(self) -> str:
-        """The transport, which is tcp or gloo by default."""
+    def transport_on(self, device: str) -> str:
+        """Return the transport of gradients on a ``device``, "cpu" or "cuda"."""
         is_paced = self.rate_limit is not None
-        return self.transport or default_transport(self.all_reduce, self.connections, is_paced=is_paced)
+        return self.transport or default_transport(self.all_reduce, self.connections, device, is_paced=is_paced)
 
     @property
     def rate(self) -> float:
@@ -278,14 +278,16 @@ def check_segment_bytes(segment_bytes: int) -> None:
         raise UserInputError(f"segment-bytes must be at most {MOST_SEGMENT_BYTES:,}; got {segment_bytes:,}")
 
 
-def default_transport(all_reduce: str | Algorithm, connections: int = 1, *, is_paced: bool = False) -> str:
+def default_transport(
+    all_reduce: str | Algorithm, connections: int = 1, device: str = "cpu", *, is_paced: bool = False
+) -> str:
     """Return the transport of gradients unless another one is asked for: gloo, for what tcp does not have.
 
     What a rank that is late has not taken waits in the kernel's buffers over tcp, and may then leave faster than a rate
-    limit allows; gloo sends only what is asked for.
+    limit allows; gloo sends only what is asked for. On GPUs nobody has run tcp yet.
     """
     has_all = sys.platform == "linux" and all_reduce != "native" and connections == 1 and not is_paced
-    return "tcp" if has_all else "gloo"
+    return "tcp" if has_all and device == "cpu" else "gloo"
 
 
 def all_reduce_name(all_reduce: str | Algorithm) -> str:

@@ -172,6 +172,7 @@ def reporting_failure(ranks: Ranks) -> Iterator[None]:
             ranks.report(
                 "" if isinstance(error, PeerFailed) else reason_of(error, ranks),
                 error.peer if isinstance(error, CommunicationError) else None,
+                error.reason if isinstance(error, CommunicationError) else "",
             )
         raise
 
@@ -202,7 +203,7 @@ def as_members(config: TrainConfig, ranks: Ranks, device: torch.device) -> Ranks
     if run.device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     members: Ranks = guest("elastic members")(
-        ranks, device, transport=config.wire.transport_name, least=run.elastic, wait=run.wait, silence=run.silence
+        ranks, device, transport=config.transport, least=run.elastic, wait=run.wait, silence=run.silence
     )
     return members
 

@@ -80,7 +80,7 @@ class Connections:
         if not is_outside:  # nor must gloo wait for an address that cannot be reached
             ranks.addresses()
         self._links: Links
-        transport = transport or default_transport(all_reduce, connections, is_paced=rate_limit < math.inf)
+        transport = transport or default_transport(all_reduce, connections, device, is_paced=rate_limit < math.inf)
         if transport == "gloo":
             backend = None if all_reduce == "native" else "gloo"
             on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host

@@ -202,6 +202,7 @@ class Greeter(ABC):
     def _accept(self) -> None:
         try:
             (sock,) = opened(lambda: (self._listener.accept()[0],))
+            self._trouble = ""
         except OSError as problem:  # who connected has left, or too many files are open
             if problem.errno in (errno.EMFILE, errno.ENFILE):
                 self._trouble = f"; {_words(problem)}"

@@ -47,8 +47,8 @@ CONTROL = 255
 
 LARGEST_TEXT = 4096
 """Bytes of the largest body of a loss."""
-LONGEST_REASON = LARGEST_TEXT // 12 - 10
-"""Characters, of which JSON writes one in up to twelve bytes."""
+BODY_SECONDS = 0.1
+"""Seconds that the rest of such a body is waited for."""
 LOOK_SECONDS = 0.5
 """Seconds after which a wait looks at what has arrived, although the kernel has not woken it."""
 MOST_SILENT_SECONDS = 30
@@ -88,6 +88,13 @@ def _told(body: bytes) -> _Loss | None:
             case [int(lost), str(reason)]:
                 return _Loss(reason, lost=lost)
     return None
+
+
+def _body(lost: int, reason: str) -> bytes:
+    """Return the body of a loss, whose reason is cut if it is too long."""
+    while len(body := json.dumps([lost, reason]).encode()) > LARGEST_TEXT:
+        reason = reason[: len(reason) // 2]
+    return body
 
 
 class _Message:
@@ -235,11 +242,17 @@ class _Peer:
 
     def _loss_of_peer(self, message: _Message, length: int) -> _Loss:
         """Read the body of a loss, which came with its frame, or is left out."""
-        start = bytes(message.body[: len(message.body) - sum(map(len, message.buffers))])[:length]
-        rest = b""
-        with contextlib.suppress(OSError):
-            rest = self.sock.recv(length - len(start)) if len(start) < length else b""
-        told = _told(start + rest) or _Loss(_HAS_LEFT, may_be_a_consequence=True)
+        text = bytes(message.body[: len(message.body) - sum(map(len, message.buffers))])[:length]
+        end = time.monotonic() + BODY_SECONDS
+        while len(text) < length and (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(*_BLOCKED):
+                try:
+                    more = self.sock.recv(length - len(text))
+                except _BLOCKED:
+                    select.select([self.fd], [], [], left)
+                    continue
+                text += more
+        told = _told(text) or _Loss(_HAS_LEFT, may_be_a_consequence=True)
         return replace(told, is_reported=told.lost == self.rank)
 
     def _hear_why(self) -> None:
@@ -317,20 +330,20 @@ class TcpLinks:
 
     def abort(self, error: BaseException) -> None:
         peer = error.peer if isinstance(error, CommunicationError) else None
-        numbers = [self._ranks.number(rank) for rank in range(self.world_size)]
         reason = error.reason if isinstance(error, CommunicationError) else str(error)
-        lost = numbers.index(peer) if peer in numbers else None
-        self._loss = self._loss or _Loss(reason, lost=lost, is_reported=isinstance(error, PeerFailed))
+        self._loss = self._loss or _Loss(reason, lost=self._place(peer), is_reported=isinstance(error, PeerFailed))
         self._end_wait()
 
-    def say_goodbye(self, why: str = "") -> None:
-        """Tell the others that this rank ends in order, whom it has lost, or ``why`` it fails; for any thread."""
+    def say_goodbye(self, why: str = "", lost: int | None = None) -> None:
+        """Tell the others that this rank ends in order, or why it fails, and whom it has lost; for any thread.
+
+        That is what ended a wait, or ``why``, and the number of the rank that is ``lost``.
+        """
         if not self._using.acquire(timeout=ENDED_SECONDS):
             return
         try:
-            loss = self._loss or (_Loss(why, lost=self.rank) if why else None)
-            lost = None if loss is None else loss.lost
-            body = b"" if lost is None or loss is None else json.dumps([lost, loss.reason[:LONGEST_REASON]]).encode()
+            loss = self._loss or (_Loss(why, lost=self.rank if lost is None else self._place(lost)) if why else None)
+            body = b"" if loss is None or loss.lost is None else _body(loss.lost, loss.reason)
             frame = FRAME.pack(len(body), 0, 0, CONTROL, LOSS if body else GOODBYE, 0) + body
             for peer in self._peers.values():
                 if (
@@ -342,6 +355,11 @@ class TcpLinks:
         finally:
             self._using.release()
         self._end_wait()
+
+    def _place(self, number: int | None) -> int | None:
+        """Return the rank, among these, of the rank with this number; None if it is another one."""
+        numbers = [self._ranks.number(rank) for rank in range(self.world_size)]
+        return numbers.index(number) if number in numbers else None
 
     def close(self) -> None:
         if self._is_closed:
@@ -405,8 +423,6 @@ class TcpLinks:
         end = time.monotonic() + self._timeout
         while not message.is_done and self._loss is None:
             ready = self._poll_all(min(end - time.monotonic(), LOOK_SECONDS))
-            if not ready and time.monotonic() >= end:
-                self._loss = _Loss(f"no answer within {self._timeout:g} s", late=True)
             with self._using:
                 for silent in [] if ready else self._peers.values():  # Linux before 5.12 may not wake at SO_RCVLOWAT
                     silent.receive()
@@ -419,6 +435,8 @@ class TcpLinks:
                         peer.receive()
                     if event & (select.POLLOUT | GONE):
                         peer.send()
+            if not (ready or message.is_done) and time.monotonic() >= end:
+                self._loss = self._loss or _Loss(f"no answer within {self._timeout:g} s", late=True)
         loss = message.loss or (None if message.is_done else self._loss)
         if loss is not None:
             raise self._error(message, loss)

@@ -110,7 +110,9 @@ class CompressedBuckets:
         self._waiting: dict[int, list[Tensor]] = {}
         """State of parameters, by their places, whose bucket has not been seen yet."""
         ranks = current(wire.timeout, process_group or ddp_model.process_group, job_secret(wire.secret_file))
-        check_same_settings(ranks, {**settings_of(wire), "seed": seed, **plain(options.settings())}, {})
+        check_same_settings(
+            ranks, {**settings_of(wire, self._parameters[0].device.type), "seed": seed, **plain(options.settings())}, {}
+        )
         if options.multiplies:
             check_same_products(ranks, self._parameters[0].device, f"with codec {options.codec}")
         self._codec = options.describe()

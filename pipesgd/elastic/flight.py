@@ -49,11 +49,12 @@ class ElasticFlight(Flight[Known]):
 
     def __init__(self, ranks: Ranks, layout: Layout, codec: CodecOptions, wire: Wire, **others: Any):
         assert isinstance(ranks, ElasticRanks)
-        wire = dataclasses.replace(wire, transport=wire.transport or ranks.transport)
-        names = {"all_reduce_name": wire.all_reduce_name, "transport_name": wire.transport_name, "codec": codec.codec}
+        transport = wire.transport or ranks.transport
+        names = {"all_reduce_name": wire.all_reduce_name, "transport_name": transport, "codec": codec.codec}
         check_rules(options_of_sections(wire, **names, strategy="pipelined", asked="", trace=False), ELASTIC)
-        if wire.transport != ranks.transport:
-            raise UserInputError(f"transport must be {ranks.transport}, that of the ranks; got {wire.transport}")
+        if transport != ranks.transport:
+            raise UserInputError(f"transport must be {ranks.transport}, that of the ranks; got {transport}")
+        wire = dataclasses.replace(wire, transport=transport)
         for bucket in layout.of_buckets() if codec.codec != "fp32" else ():
             sizes = sizes_of_flats([bucket])
             if len({*sizes}) < len(sizes):  # the encoded sum of one would be taken for that of the other

@@ -238,7 +238,7 @@ class ElasticRanks(GenerationRanks):
     def addresses(self) -> list[str]:
         return self._addresses
 
-    def report(self, error: str, peer: int | None = None) -> None:
+    def report(self, error: str, peer: int | None = None, reason: str = "") -> None:
         """Do nothing: the others continue without this rank."""
 
     def close(self, *, in_order: bool) -> None:

@@ -65,12 +65,12 @@ class Cause(NamedTuple):
 def root_cause(reports: Mapping[int, bytes], first: int | None = None) -> Cause | None:
     """Return the failure that has ended the others, as far as the ranks' reports tell; no report is no bytes.
 
-    A rank that has lost a peer which has failed, too, is no cause: gloo closes all connections of a rank that has
-    waited in vain. Of ranks that accuse each other it is the one known to be the ``first``, or that of lowest number.
-    Reports are JSON, [why, peer or None]; anything else counts as text. An empty text is a victim's.
+    A rank that has lost a peer which has failed, too, or was ended by a failure elsewhere, is no cause: the connections
+    of that one were closed. Of ranks that accuse each other it is the one known to be the ``first``, or that of lowest
+    number. Reports are JSON, [why, peer or None]; anything else counts as text. An empty text is a victim's.
     """
     said = {rank: one for rank, report in sorted(reports.items()) if (one := _why_and_peer(report))[0]}
-    causes = [rank for rank, (_, peer) in said.items() if peer not in said]
+    causes = [rank for rank, (_, peer) in said.items() if peer is None or not reports.get(peer)]
     causes = causes or [rank for rank in (first, *said) if rank in said]
     if not causes:
         return None

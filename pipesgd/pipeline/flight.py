@@ -125,7 +125,8 @@ class Flight(Generic[Known]):
         self._ends.stop_watching = self.ranks.watch(self._ends.fail)
         if self._members is not None:
             self._ends.closing.append(self._members.close)
-            self._members.connect(self._wire.transport_name)
+            self._ends.aborting.append(self._members.abort)
+            self._members.connect(self._wire.transport_on(self.device.type))
         self._connect(self.ranks)
 
     def regroup(self, ranks: Ranks, iteration: int, left_out: Sequence[Tensor] | None = None) -> None:
@@ -173,7 +174,7 @@ class Flight(Generic[Known]):
             timeout=ranks.timeout if wire.timeout is None else wire.timeout,
             segment_bytes=wire.segment_bytes,
             connections=wire.connections,
-            transport=wire.transport_name,
+            transport=wire.transport_on(device),
             rate_limit=wire.rate,
             device=device,
             buckets=len(self.layout.buckets),

@@ -43,7 +43,10 @@ class Members(Protocol):
     """The ranks that hold one replica of the model together with this one, each a part of it."""
 
     def connect(self, transport: str) -> None:
-        """Connect to the other members. Collective, as is all that follows but ``close``."""
+        """Connect to the other members. Collective, as is all that follows but ``abort`` and ``close``."""
+
+    def abort(self, error: BaseException) -> None:
+        """End every wait for the other members because of ``error``; any thread may call this."""
 
     def begin(self, iteration: int) -> None:
         """Let the sums on the communication thread be of ``iteration`` from now on."""

@@ -186,6 +186,11 @@ class Island:
         for sums in self._sums:
             sums.connections.wait_for_all()
 
+    def abort(self, error: BaseException) -> None:
+        """End every wait for the other members because of ``error``; any thread may call this."""
+        for sums in self._sums:
+            sums.connections.abort(error)
+
     def close(self) -> None:
         """End the connections to the members."""
         for sums in self._sums:

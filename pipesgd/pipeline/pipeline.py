@@ -127,7 +127,7 @@ class Pipeline:
         compared = {
             "width": width,
             **plain(updates),
-            **settings_of(wire),
+            **settings_of(wire, device.type),
             "scaler": plain(scaler.state_dict() if scaler is not None else {}),
             "buckets": cut.into,
             "reduce": plain(cut.exchanges.reduce),

@@ -108,9 +108,9 @@ def describe_buffers(model: nn.Module) -> list[str]:
     return [_describe(name, buffer) for name, buffer in model.named_buffers()]
 
 
-def settings_of(wire: Wire) -> dict[str, Any]:
+def settings_of(wire: Wire, device: str) -> dict[str, Any]:
     """Return the options of ``wire`` that must be the same on all ranks: all but the timeout and a path."""
-    names = {"all_reduce": wire.all_reduce_name, "transport": wire.transport_name}
+    names = {"all_reduce": wire.all_reduce_name, "transport": wire.transport_on(device)}
     return {**plain(wire), **names, "timeout": None, "secret_file": None}
 
 

@@ -180,7 +180,7 @@ def _description(
 ) -> dict[str, Any]:
     chosen: dict[str, Any] = {} if exchanges is None else {"exchanges": dict(exchanges)}
     if config.pipeline.strategy == "pipelined":
-        chosen |= {"transport": config.wire.transport_name}
+        chosen |= {"transport": config.transport}
     return {"world_size": ranks.world_size, "options": config.options(), "planned": planned, **chosen}
 
 

@@ -116,10 +116,42 @@ def _told_of_a_loss(ranks: Ranks, reason: str) -> Any:
     return answer
 
 
-@pytest.mark.parametrize(("reason", "told"), [("its process has ended", 21), ("\N{SKULL}" * 2000, 331)])
+@pytest.mark.parametrize(("reason", "told"), [("its process has ended", 21), ("\N{SKULL}" * 2000, 250)])
 def test_who_has_lost_another_rank_names_it_in_its_goodbye(reason: str, told: int) -> None:
     answer, *_ = run(ranks_of_threads(3, timeout=1000.0), _told_of_a_loss, reason)
     assert answer == f"PeerFailed: rank 0: stopped in receive of chunk 0: rank 2 has failed: {reason[:told]}"
+
+
+def _told_why(ranks: Ranks, lost: int | None) -> Any:
+    connections = connected(ranks)
+    answer = None
+    if ranks.rank == 1:
+        ranks.say_goodbye("the disk is full", lost)
+    if ranks.rank == 0:
+        answer = error_of(connections.transport.receive(torch.ones(100), 1, "chunk 0").wait)
+    ranks.all_gather_object("done", None)
+    connections.close()
+    return answer
+
+
+@pytest.mark.parametrize(("lost", "named"), [(None, 1), (2, 2)])
+def test_who_fails_says_why_in_its_goodbye(lost: int | None, named: int) -> None:
+    answer, *_ = run(ranks_of_threads(3, timeout=1000.0), _told_why, lost)
+    assert answer == f"PeerFailed: rank 0: stopped in receive of chunk 0: rank {named} has failed: the disk is full"
+
+
+def test_a_reason_is_read_whole_although_it_comes_in_two_packets() -> None:
+    here, there = socket.socketpair()
+    text = b'[2, "its process has ended"]'
+    with here, there:
+        here.setblocking(False)
+        peer = tcp._Peer(1, here)
+        message = tcp._Message(None, peer, memoryview(bytearray(text[:16])), (0,) * 5, "", None, outgoing=False)  # type: ignore[arg-type]
+        later = threading.Timer(0.02, there.sendall, [text[16:]])
+        later.start()
+        told = peer._loss_of_peer(message, len(text))
+        later.join()
+    assert (told.lost, told.reason) == (2, "its process has ended")
 
 
 def _says_goodbye(ranks: Ranks) -> Any:
@@ -283,10 +315,11 @@ def test_what_goes_with_no_other_transport_than_gloo_is_refused() -> None:
 
 
 def test_what_tcp_has_not_is_over_gloo_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Wire(all_reduce="native").transport_name == Wire(connections=2).transport_name == "gloo"
-    assert default_transport("ring", 1) == "tcp"
+    wires = Wire(all_reduce="native"), Wire(connections=2), Wire(rate_limit="50mbit")
+    assert [wire.transport_on("cpu") for wire in (*wires, Wire())] == ["gloo", "gloo", "gloo", "tcp"]
+    assert Wire().transport_on("cuda") == "gloo"
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert default_transport("ring", 1) == "gloo"
+    assert default_transport("ring") == "gloo"
 
 
 def _ends_before_it_connects(ranks: Ranks) -> str:

@@ -25,5 +25,5 @@ def _kind(ranks: Ranks) -> bool:
 
 @pytest.mark.slow
 def test_ranks_are_connected_by_the_transport_that_is_tested() -> None:
-    assert Wire().transport_name == NAME
+    assert Wire().transport_on("cpu") == NAME
     assert run_ranks(2, _kind) == [NAME == "gloo"] * 2

@@ -23,6 +23,7 @@ FORGED = "warning: rank 1: 3 values were forged in the store of the job"
         (FORGER, replace(WELL, text=f"{FORGED}\n{FORGED}"), "2 warnings of forged values"),
         (FORGER, replace(WELL, weights="b"), "other weights"),
         (CONNECTIONS, replace(WELL, grown_bytes=6_000_000), "a rank has grown by 6.0 MB"),
+        (CONNECTIONS, replace(WELL, cut_short="the ranks ended"), "the ranks ended"),
         (CONNECTIONS, replace(WELL, text="error: no heartbeat from rank 1"), "error: no heartbeat from rank 1"),
         (CONNECTIONS, replace(WELL, codes=[0, 1, 0], text="why"), "exit codes [0, 1, 0]: why"),
         (EARLY, replace(WELL, codes=[1, 1, 1], text="error: rank 0: a value (forged)"), ""),

@@ -53,6 +53,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
         ({0: '["", null]', 1: '["the disk is full", null]'}, (1, "the disk is full", None)),
         ({0: '["closed", 1]', 1: '["closed", 0]'}, (0, "closed", None)),
         ({0: '["closed", 1]', 1: '["", 0]'}, (0, "closed", None)),
+        ({0: '["", 2]', 1: '["closed", 0]', 2: '["the disk is full", null]'}, (2, "the disk is full", None)),
         ({0: '["closed", 1]'}, (0, "closed", 1)),
         ({1: "no JSON"}, (1, "no JSON", None)),
         ({0: "", 1: '["", 0]'}, None),
