@@ -449,8 +449,9 @@ class Ranks:
     def report(self, error: str, peer: int | None = None, reason: str = "") -> None:
         """Tell the other ranks why this one has failed, and which ``peer`` it has lost, if that is the reason.
 
-        An empty ``error`` says that the ``peer`` has failed for a ``reason``, which has ended this one. If the peer's
-        process has ended, that is reported first, so that nobody takes this rank for the cause.
+        An empty ``error`` says that the peer's failure has ended this one. ``reason`` is that of the peer, without what
+        this rank did. If the peer's process has ended, that is reported first, so that nobody takes this rank for the
+        cause.
         """
         calls = self._job._reports or self._calls
         calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line must not wait for it
@@ -462,7 +463,7 @@ class Ranks:
             if error:
                 calls.set(FAILURE, "")
         finally:  # the store may be gone
-            self.say_goodbye(error or reason, peer)
+            self.say_goodbye(reason or error, peer)
 
     def report_and_wait(self, error: str, peer: int | None = None, reason: str = "") -> list[int]:
         """Report an error as ``report`` does, wait a moment for other ranks' reports, and return those that sent none.
