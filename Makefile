@@ -14,8 +14,9 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := --numprocesses 3 --dist worksteal
 
 # Tests of ranks that exchange gradients, but for those that name their transports.
-EXCHANGES := -m slow tests/comm tests/reducers tests/pipeline tests/test_ddp.py \
-	--ignore tests/comm/test_transports.py --ignore tests/comm/test_tcp.py
+OWN := --ignore tests/comm/test_transports.py --ignore tests/comm/test_tcp.py
+EXCHANGES := -m slow tests/comm tests/reducers tests/pipeline tests/test_ddp.py $(OWN)
+FEW_EXCHANGES := -m slow tests/comm tests/test_ddp.py $(OWN)
 
 # make cuts names at blanks; a backslash keeps those of a folder together. In a shell's line, quotes do.
 empty :=
@@ -38,10 +39,11 @@ test: lint
 check: lint
 	$(BIN)/pytest $(WORKERS) --tier centre -m "not slow"
 
-# Published systems, and the tables that compare them; and what exchanges gradients, over gloo.
+# Published systems, and the tables that compare them; and what exchanges gradients, over gloo, and half of it over TLS.
 test-systems: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/pytest $(WORKERS) --tier systems
 	PIPESGD_TESTED_TRANSPORT=gloo $(BIN)/pytest $(WORKERS) --tier centre $(EXCHANGES)
+	PIPESGD_TESTED_TRANSPORT=tls $(BIN)/pytest $(WORKERS) --tier centre $(FEW_EXCHANGES)
 
 # Jobs as torchrun starts them, measurements, long simulations, emulated clusters, pages and packages.
 test-processes: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp

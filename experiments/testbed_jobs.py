@@ -83,7 +83,9 @@ def last_words(log: str) -> str:
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ") and "SIGTERM" not in line]
-    others = [line for line in lines if re.search(r"\w(?<!ChildFailed)(Error|Exception)\b|what\(\)|Signal \d", line)]
+    others = [
+        line for line in lines if re.search(r"\w(?<!ChildFailed)(Error|Exception)\b|what\(\)|Signal (?!15)\d", line)
+    ]
     words = (ours[:1] or others[-1:] or lines[-1:] or ["not a word"])[0]
     words = words.replace(WRAPPED_BY_TORCH, "")
     return re.sub(r"(^|[\s\"'=])/\S*/", r"\1", words)[:LONGEST_WORDS]
