@@ -94,8 +94,8 @@ class Job(WatchedRanks):
 
     def __init__(self, words: Sequence[str], folder: Path, port: int):
         self.folder, self.port = folder, port
-        self.most_bytes: dict[int, int] = {}
-        """Most bytes of each rank's memory that were seen since ``begin``."""
+        self.bytes: dict[int, int] = {}
+        """Bytes of each rank's memory that no other process shares, as they were seen last."""
         self._look_again = 0.0
         super().__init__(folder, len(words), lambda rank: _fork(words[rank], rank, folder, port))
 
@@ -113,10 +113,10 @@ class Job(WatchedRanks):
         return not self.codes
 
     def look_at_memory(self) -> None:
-        """Note the bytes of each rank's memory that no other process shares."""
+        """Look at the memory of all ranks that run."""
         for rank, pid in self.pids.items():
             with contextlib.suppress(OSError):  # it has ended
-                self.most_bytes[rank] = max(private_bytes(pid), self.most_bytes.get(rank, 0))
+                self.bytes[rank] = private_bytes(pid)
 
 
 def private_bytes(pid: int) -> int:
@@ -152,13 +152,12 @@ def play(words: str | Sequence[str], attack: Attack, *, at_once: bool = False) -
                 job.wait(lambda: bool(job.codes) or len(job.done()) >= BEGIN, START_SECONDS)
             cut_short = ""
             if job.runs():
-                job.most_bytes.clear()
                 job.look_at_memory()
-                before, begin = dict(job.most_bytes), time.monotonic()
+                before, begin = dict(job.bytes), time.monotonic()
                 attack(job)
                 cut_short = "" if job.runs() else "the ranks ended before the strangers did"
                 job.look_at_memory()
-                grown = max(job.most_bytes[rank] - then for rank, then in before.items())
+                grown = max(job.bytes[rank] - then for rank, then in before.items())
             attacked = time.monotonic()
             job.wait_for_all(DEADLINE_SECONDS)
         summary = folder / "run" / "summary.json"
