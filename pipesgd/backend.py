@@ -109,7 +109,7 @@ class BackendOptions:
     """Size in bytes of the largest message."""
     transport: str | None = None
     """Transport of large sums: gloo, tcp or tls, which needs the secret that ``PIPESGD_SECRET_FILE`` names, with a
-    certificate; by default tcp on Linux, else gloo."""
+    certificate; by default tcp for tensors of CPUs on Linux, else gloo."""
 
     def __post_init__(self) -> None:
         check_one_of("codec", kind(self.codec_options.codec), (*DENSE_CODECS, OWN))
@@ -117,9 +117,12 @@ class BackendOptions:
         check_at_least("least-bytes", self.least_bytes, LEAST_BYTES)
         check_at_least("segment-bytes", self.segment_bytes, 1)
         check_segment_bytes(self.segment_bytes)
-        transport = default_transport(self.all_reduce) if self.transport is None else self.transport
-        check_one_of("transport", transport, TRANSPORTS)
-        object.__setattr__(self, "transport", transport)
+        if self.transport is not None:
+            check_one_of("transport", self.transport, TRANSPORTS)
+
+    def transport_on(self, device: str) -> str:
+        """Return the transport of large sums of tensors on a ``device``, "cpu" or "cuda"."""
+        return self.transport or default_transport(self.all_reduce, device=device)
 
     @cached_property
     def codec_options(self) -> CodecOptions:
@@ -185,7 +188,7 @@ class PipesgdGroup(dist.ProcessGroup):
         store = sealed(store, secret)
         ranks = ranks_over(part(store, "options"))
         self._options = ranks.raise_together("options of the backend", partial(_checked, options, secret))
-        check_same_settings(ranks, plain(self._options), {})
+        check_same_settings(ranks, plain(self._options) | {"transport": self._options.transport_on("cpu")}, {})
         gloo = dist.ProcessGroupGloo(part(store, "gloo"), rank, world_size, timeout)
         gloo._set_sequence_number_for_group()
         self._of_gloo = dist.ProcessGroup(store, rank, world_size)
@@ -263,6 +266,7 @@ class _LargeSums:
         self._ranks = ranks_over(part(store, f"sums on {device}"))
         self._options = options
         self._device = device
+        self._kind = options.transport_on(device)
         self._links: Links | None = None
         self._number = 0
         self._residuals = _Residuals()
@@ -284,7 +288,7 @@ class _LargeSums:
         try:
             self._sum_connected(tensor, mean)
         except BaseException as failure:
-            if self._options.transport != "gloo":  # whose waits nothing ends
+            if self._kind != "gloo":  # whose waits nothing ends
                 self._links.close()  # the other ranks hear of it
             if isinstance(failure, OutOfStepError):
                 rank, peer = map(self._ranks.number, (failure.rank, failure.peer))
@@ -316,12 +320,12 @@ class _LargeSums:
         codec = compiled_codec(options.codec_options, ranks, self._device)
         schedule = agreed_schedule(options.all_reduce, ranks)
         links: Links
-        if options.transport == "gloo":
+        if self._kind == "gloo":
             links = TorchLinks(ranks, ranks.timeout, 1, backend="gloo", on_host=True)
         else:
             from pipesgd.comm.tcp import TcpLinks, wrap_of
 
-            links = TcpLinks(ranks, ranks.timeout, wrap_of(str(options.transport), ranks))
+            links = TcpLinks(ranks, ranks.timeout, wrap_of(self._kind, ranks))
         self._transport = links.messages(lambda: None, lambda nbytes: None)
         self._all_reduce = ScheduledAllReduce(
             PinnedTransport(self._transport) if self._device == "cuda" else self._transport,
@@ -414,21 +418,11 @@ def _is(operation: Any, kind: Any) -> bool:
 
 
 def _ranks(
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    numbers: Sequence[int],
-    secret: Secret | None,
-    store: dist.Store,
+    rank: int, world_size: int, timeout: timedelta, numbers: Sequence[int], secret: Secret | None, store: dist.Store
 ) -> Ranks:
-    return Ranks(
-        rank=rank,
-        world_size=world_size,
-        store=store,
-        standing=Standing(min(timeout.total_seconds(), LONGEST_TIMEOUT)),
-        numbers=tuple(numbers or range(world_size)),
-        secret=secret,
-    )
+    standing = Standing(min(timeout.total_seconds(), LONGEST_TIMEOUT))
+    numbers = tuple(numbers or range(world_size))
+    return Ranks(rank=rank, world_size=world_size, store=store, standing=standing, numbers=numbers, secret=secret)
 
 
 def _checked(options: Any, secret: Secret | None) -> BackendOptions:

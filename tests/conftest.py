@@ -113,6 +113,9 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: processes in networks of their own")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a disk of 100 kB, for tests that fill it."""

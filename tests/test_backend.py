@@ -523,6 +523,10 @@ def test_a_wrong_option_gets_one_line(options: dict[str, Any], line: str) -> Non
         BackendOptions(**options)
 
 
+def test_large_sums_of_gpus_are_over_gloo_by_default() -> None:
+    assert [BackendOptions().transport_on(device) for device in ("cpu", "cuda")] == ["tcp", "gloo"]
+
+
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BackendOptions.from_environment() == BackendOptions()
     monkeypatch.setenv("PIPESGD_CODEC", "int8")

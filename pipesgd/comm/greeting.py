@@ -130,6 +130,7 @@ class Greeter(ABC):
         self._refused = ""
         """Address of the first one, with the reason."""
         self._trouble = ""
+        """Words on the reason why no connection can be accepted now, if there is one."""
         self._has_warned = False
         """True once a warning was given of a connection with another secret or certificate."""
         self._session = hashlib.sha256(b"".join(tokens)).digest()[:16]

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -81,12 +81,12 @@ class _Loss:
     """True if the peer may have closed the connection because of another rank."""
 
 
-def _told(body: bytes) -> _Loss | None:
-    """Return what the body of a loss says; None if it is malformed."""
+def _told(body: bytes, peer: int) -> _Loss | None:
+    """Return what the body of a loss says that came from ``peer``; None if it is malformed."""
     with contextlib.suppress(MalformedValue):
         match decode(body):
             case [int(lost), str(reason)]:
-                return _Loss(reason, lost=lost)
+                return _Loss(reason, lost=lost, is_reported=lost == peer)
     return None
 
 
@@ -244,16 +244,20 @@ class _Peer:
         """Read the body of a loss, which came with its frame, or is left out."""
         text = bytes(message.body[: len(message.body) - sum(map(len, message.buffers))])[:length]
         end = time.monotonic() + BODY_SECONDS
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
         while len(text) < length and (left := end - time.monotonic()) > 0:
-            with contextlib.suppress(*_BLOCKED):
-                try:
-                    more = self.sock.recv(length - len(text))
-                except _BLOCKED:
-                    select.select([self.fd], [], [], left)
-                    continue
+            try:
+                more = self.sock.recv(length - len(text))
+            except _BLOCKED:
+                poll.poll(1000 * left)
+            except OSError:
+                break
+            else:
+                if not more:
+                    break
                 text += more
-        told = _told(text) or _Loss(_HAS_LEFT, may_be_a_consequence=True)
-        return replace(told, is_reported=told.lost == self.rank)
+        return _told(text, self.rank) or _Loss(_HAS_LEFT, may_be_a_consequence=True)
 
     def _hear_why(self) -> None:
         """Find out whether the peer, which takes no more, has said why."""
@@ -263,8 +267,7 @@ class _Peer:
             with contextlib.suppress(OSError):
                 data = self.sock.recv(FRAME.size + LARGEST_TEXT)
                 if len(data) >= FRAME.size and FRAME.unpack_from(data)[4] == LOSS:
-                    told = _told(data[FRAME.size :])
-                    self.loss = self.loss if told is None else replace(told, is_reported=told.lost == self.rank)
+                    self.loss = _told(data[FRAME.size :], self.rank) or self.loss
 
 
 class TcpLinks:

@@ -140,18 +140,19 @@ def test_who_fails_says_why_in_its_goodbye(lost: int | None, named: int) -> None
     assert answer == f"PeerFailed: rank 0: stopped in receive of chunk 0: rank {named} has failed: the disk is full"
 
 
-def test_a_reason_is_read_whole_although_it_comes_in_two_packets() -> None:
+@pytest.mark.parametrize(("rest", "reason"), [(12, "its process has ended"), (4, "it has closed its connections")])
+def test_a_reason_is_read_whole_although_it_comes_in_two_packets(rest: int, reason: str) -> None:
     here, there = socket.socketpair()
     text = b'[2, "its process has ended"]'
     with here, there:
         here.setblocking(False)
         peer = tcp._Peer(1, here)
         message = tcp._Message(None, peer, memoryview(bytearray(text[:16])), (0,) * 5, "", None, outgoing=False)  # type: ignore[arg-type]
-        later = threading.Timer(0.02, there.sendall, [text[16:]])
+        later = threading.Timer(0.02, lambda: (there.sendall(text[16 : 16 + rest]), there.close()))
         later.start()
         told = peer._loss_of_peer(message, len(text))
         later.join()
-    assert (told.lost, told.reason) == (2, "its process has ended")
+    assert told.reason == reason
 
 
 def _says_goodbye(ranks: Ranks) -> Any:

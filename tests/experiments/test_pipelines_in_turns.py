@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from _ranks import run_module
+from conftest import needs_root
 
 from experiments.bench_transport_training import check_same_weights
 from experiments.pipelines_in_turns import times_of
@@ -16,7 +16,6 @@ from experiments.results import load
 from pipesgd.errors import RunError
 
 pytestmark = pytest.mark.slow
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: processes in networks of their own")
 
 
 def test_weights_that_differ_in_one_bit_are_told() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
 import pytest
+from conftest import needs_root
 
 from experiments import forked_ranks, survivors_on_links
 from experiments.survivors_on_links import ONE_WAY, PARTS, POWER, RUNS, Fault, faults_of, survived, who_continues
@@ -27,9 +27,6 @@ def test_faults_hit_members_and_are_drawn_from_the_seed(kind: str) -> None:
     assert plans[0] == plans[1]
     assert plans[1] != plans[2] or kind == POWER
     assert all(rank in range(5) for plan in plans for fault in plan for rank in fault.ranks)
-
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: processes in networks of their own")
 
 
 @needs_root
