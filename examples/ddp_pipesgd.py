@@ -51,8 +51,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), "digits.pt")
     dist.barrier()  # gloo may abort the program of a rank that ends while another one is still connected
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # once the model has gone: torch may hang if the group goes first

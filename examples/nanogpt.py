@@ -141,8 +141,8 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
     state.close()  # pipesgd
     dist.barrier()  # gloo may hang or abort a rank that ends while another one is still connected
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # once the model has gone: torch may hang if the group goes first

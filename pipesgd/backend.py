@@ -54,6 +54,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 VARIABLES = ("codec", "all_reduce", "least_bytes", "segment_bytes", "transport")
 """Fields of ``BackendOptions`` that are read from environment variables: ``PIPESGD_CODEC`` and so on."""
 
+GLOO_KEPT_SECONDS = 0.2
+"""Seconds for which gloo's group outlives ours. DDP frees it with the interpreter's lock held, and torch would wait
+for gloo's threads, which take that lock to let go of the last tensors: programs would hang, as with torch's gloo."""
 LEAST_BYTES = 8
 """Smallest ``least_bytes``, so that a single value is never a large sum: DDP's ``join`` gives the handle of such a sum
 to C++ code and drops it, and that code waits forever once the part of the handle in Python is gone."""
@@ -155,10 +158,9 @@ class PipesgdGroup(dist.ProcessGroup):
 
     An ``all_reduce`` with SUM or AVG of a float32, float16 or bfloat16 tensor of ``least_bytes`` is a large sum. It is
     computed by the options' all-reduce, in float32 if there is a codec, and leaves the same bytes on every rank. torch
-    sends every other operation to the gloo group that is registered here, as it would without this backend.
-
-    As with gloo, operations that have not been waited for run in any order: a tensor must not be touched before. Large
-    sums alone run in the order of their calls.
+    sends every other operation to the gloo group that is registered here, as it would without this backend. As with
+    gloo, operations that have not been waited for run in any order: a tensor must not be touched before. Large sums
+    alone run in the order of their calls.
 
     Args:
         store: the store of this group alone.
@@ -191,6 +193,7 @@ class PipesgdGroup(dist.ProcessGroup):
         check_same_settings(ranks, plain(self._options) | {"transport": self._options.transport_on("cpu")}, {})
         gloo = dist.ProcessGroupGloo(part(store, "gloo"), rank, world_size, timeout)
         gloo._set_sequence_number_for_group()
+        self._gloo = gloo
         self._of_gloo = dist.ProcessGroup(store, rank, world_size)
         for group in (self, self._of_gloo):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -220,6 +223,7 @@ class PipesgdGroup(dist.ProcessGroup):
         """End the threads and connections; ``destroy_process_group`` calls this."""
         for sums in self._sums.values():
             sums.close()
+        threading.Timer(GLOO_KEPT_SECONDS, lambda gloo: None, [self._gloo]).start()  # no daemon: Python waits for it
         super().shutdown()
 
     def _is_large(self, tensor: Tensor, operation: dist.ReduceOp) -> bool:

@@ -82,3 +82,11 @@ def run_threads(world_size: int, function: Callable[[MemoryTransport], Any]) -> 
 def integers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return small integers that differ by rank: their sums are exact in every order and every dtype."""
     return ((torch.arange(numel) * 7 + rank * 3) % 11 - 5).to(dtype)
+
+
+def first_of_equals(results: list[tuple[list[Tensor], Any]]) -> tuple[list[Tensor], list[Any]]:
+    """Return the first rank's tensors, which must be the same bytes on all, and what every rank has found with them."""
+    for tensors, _ in results[1:]:
+        for ours, theirs in zip(tensors, results[0][0], strict=True):
+            assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), "they differ"
+    return results[0][0], [found for _, found in results]

@@ -47,10 +47,6 @@ FOREIGN = ("importlib.metadata", "os", "socket", "threading", "time", "torch", "
 """Modules of others that cases change."""
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1)
-"""Signals that cases handle."""
-
-
 @dataclass(frozen=True)
 class Case:
     """The job of a process as one rank."""
@@ -137,6 +133,9 @@ def _rank_main(pipe: Connection) -> None:
             _forget()
             del case
             gc.collect()  # connections in cycles, too
+            for thread in threading.enumerate():
+                if isinstance(thread, threading.Timer):  # ends by itself
+                    thread.join()
             if not are_held():
                 break
             pipe.send_bytes(b"as before")

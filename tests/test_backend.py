@@ -707,6 +707,24 @@ def test_a_lost_peer_ends_a_backward_pass_of_ddp() -> None:
     assert "with rank 1 failed" in message
 
 
+def _groups_that_end_before_their_models(ranks: Ranks) -> None:
+    store = ranks.store
+    for number in range(20):
+        ranks.store = dist.PrefixStore(str(number), store)
+        join(ranks)
+        ddp = DistributedDataParallel(nn.Linear(10, 10))
+        ddp(torch.ones(2, 10)).sum().backward()
+        dist.all_reduce(torch.ones(3))  # its tensor is let go of by a thread of gloo's, with the interpreter's lock
+        dist.destroy_process_group()
+        del ddp
+
+
+@pytest.mark.slow
+def test_a_group_may_end_before_its_model() -> None:
+    """With gloo's group among what DDP frees, this hung at the first to the seventh one."""
+    run_ranks(2, _groups_that_end_before_their_models, process_group=False)
+
+
 def _small_sum_on_a_gpu(ranks: Ranks) -> str:
     importlib.metadata.version = lambda name: "2.10.0"
     join(ranks)

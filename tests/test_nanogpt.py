@@ -50,9 +50,7 @@ def test_the_readme_shows_these_lines() -> None:
 
 def test_it_trains_as_with_ddp_compressed_and_attached(tmp_path: Path) -> None:
     assert COMPRESSED in TEXT
-    # Torch's own DDP now and then hangs where the program ends, when its last objects go: it ends before.
-    ddp = plain().replace("    dist.destroy_process_group()\n", "    os._exit(0)\n")
-    programs = {"ddp": ddp, "compress": TEXT, "attach": TEXT.replace(COMPRESSED, ATTACHED)}
+    programs = {"ddp": plain(), "compress": TEXT, "attach": TEXT.replace(COMPRESSED, ATTACHED)}
     found = {name: losses(program, tmp_path / name) for name, program in programs.items()}
     for name, own in found.items():
         assert len(own) == 4

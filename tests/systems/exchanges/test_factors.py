@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from _memory_transport import MemoryTransport, integers, run_threads
+from _memory_transport import MemoryTransport, first_of_equals, integers, run_threads
 from _ranks import run_ranks
 from _sections import sections
 from hypothesis import given, settings
@@ -83,13 +83,7 @@ def summed(of_ranks: list[list[Factors]], gradients: list[list[Tensor]]) -> tupl
             assert transport.bytes_sent - before == reducer.bytes_sent
         return buffer.views, reducer.bytes_sent
 
-    results, _ = run_threads(world_size, run)
-    for sums, _ in results[1:]:
-        for ours, theirs in zip(sums, results[0][0], strict=True):
-            assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), (
-                "replicas differ"
-            )
-    return results[0][0], [sent for _, sent in results]
+    return first_of_equals(run_threads(world_size, run)[0])
 
 
 def bytes_of_factors(of_ranks: list[list[Factors]], shapes: list[tuple[int, int]], element_size: int = 4) -> int:
