@@ -6,8 +6,8 @@ Three ranks on this machine's loopback, forked from this process, train with an 
 with a sealed store, over tcp, and over tls. The strangers know no secret. They are:
 
     nobody        the run that the others are compared with
-    connections   10,000 connections to every port at which a rank listens, in turns: silent ones, random bytes, the
-                  beginning of a greeting, greetings of another session, too many bytes, HTTP, half a TLS handshake
+    connections   10,000 connections to every port at which a rank listens, 500 a second in all: in turns silent ones,
+                  random bytes, half a greeting, greetings of another session, too much, HTTP, half a TLS handshake
     forger        writes random bytes and older values over every key of the store, deletes them, and puts there that a
                   rank has failed and that all are to stop, for 12 s while the ranks train
     early forger  writes over every key from before the ranks start, for 8 s
@@ -53,14 +53,14 @@ RANKS = 3
 TRANSPORTS = ("gloo", "tcp", "tls")
 NOBODY, CONNECTIONS, FORGER, EARLY = "nobody", "connections", "forger", "early forger"
 KINDS = (NOBODY, CONNECTIONS, FORGER, EARLY)
-ITERATIONS, QUICK_ITERATIONS = 1500, 200
+ITERATIONS, QUICK_ITERATIONS = 3000, 400
 WORDS = (
     "--dataset digits --model experiments.accelerators:at_least=40ms --batch-size 8 --width 2 --codec int8 "
     "--timeout 20 --checkpoint-iterations 100"
 )
 BEGIN, BEFORE = 60, 20
 """Iteration in which strangers come, and the first one that tells what iterations take before."""
-NUMBER, QUICK_NUMBER = 10_000, 600
+NUMBER, QUICK_NUMBER, PER_SECOND = 10_000, 600, 500.0
 FORGED_SECONDS, QUICK_SECONDS, EARLY_SECONDS = 12.0, 2.0, 8.0
 ROUND_SECONDS, MEMORY_SECONDS = 0.02, 1.0
 START_SECONDS, DEADLINE_SECONDS = 60.0, 180.0
@@ -187,9 +187,11 @@ def connect(number: int) -> Attack:
         places = [place for pid in job.pids.values() for place in listening(pid)]
         texts = [*texts_of(random.Random(0)), random.Random(1).randbytes(1 << 16), half_a_handshake()]
         held: list[socket.socket] = []
+        begin = time.monotonic()
         for one in range(number * len(places)):
             if not job.runs():
                 break
+            time.sleep(max(0.0, begin + one / PER_SECOND - time.monotonic()))
             with contextlib.suppress(OSError):  # it was refused, or what it sent was
                 held.append(socket.create_connection(places[one % len(places)], timeout=5.0))
                 held[-1].settimeout(0.2)
@@ -293,11 +295,10 @@ def rows_of(transport: str, secret: Path, quick: bool, advance: Callable[[float,
     """Yield a row for each kind of strangers over this transport."""
     iterations = QUICK_ITERATIONS if quick else ITERATIONS
     words = f"{WORDS} --iterations {iterations} --transport {transport} --secret-file {secret}"
-    seconds = QUICK_SECONDS if quick else FORGED_SECONDS
     attacks: Mapping[str, Attack] = {
         NOBODY: lambda job: None,
         CONNECTIONS: connect(QUICK_NUMBER if quick else NUMBER),
-        FORGER: forge(seconds),
+        FORGER: forge(QUICK_SECONDS if quick else FORGED_SECONDS),
         EARLY: forge(EARLY_SECONDS),
     }
     of_nobody: Ended | None = None

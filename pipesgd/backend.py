@@ -10,6 +10,7 @@ The options may also be environment variables (``PIPESGD_CODEC=int8``), so that 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -214,7 +215,7 @@ class PipesgdGroup(dist.ProcessGroup):
         """
         match args:
             case ([tensor], dist.AllreduceOptions(reduceOp=operation)) if self._is_large(tensor, operation):
-                return self._sums_on(tensor.device.type).begin(tensor, mean=_is(operation, dist.ReduceOp.AVG))
+                return self._sums_on(tensor.device.type).begin(tensor, operation)
             case ([tensor], _):  # maybe a small bucket of DDP, whose calls look like any other's
                 check_ddp_on_gloo(tensor.device.type)
         return self._of_gloo.allreduce(*args, **kwargs)
@@ -223,16 +224,17 @@ class PipesgdGroup(dist.ProcessGroup):
         """End the threads and connections; ``destroy_process_group`` calls this."""
         for sums in self._sums.values():
             sums.close()
-        threading.Timer(GLOO_KEPT_SECONDS, lambda gloo: None, [self._gloo]).start()  # no daemon: Python waits for it
+        with contextlib.suppress(RuntimeError):  # in its last steps, Python starts no threads
+            threading.Timer(GLOO_KEPT_SECONDS, lambda gloo: None, [self._gloo]).start()  # no daemon: Python waits
         super().shutdown()
 
-    def _is_large(self, tensor: Tensor, operation: dist.ReduceOp) -> bool:
+    def _is_large(self, tensor: Tensor, operation: Any) -> bool:
         return (
             tensor.dtype in DTYPES
             and tensor.layout == torch.strided
             and tensor.nbytes >= self._options.least_bytes
             and tensor.device.type in DEVICES
-            and (_is(operation, dist.ReduceOp.SUM) or _is(operation, dist.ReduceOp.AVG))
+            and operation in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         )
 
     def _sums_on(self, device: str) -> _LargeSums:
@@ -276,9 +278,9 @@ class _LargeSums:
         self._residuals = _Residuals()
         self._thread = CommunicationThread(torch.device(device))
 
-    def begin(self, tensor: Tensor, *, mean: bool) -> dist.Work:
+    def begin(self, tensor: Tensor, operation: Any) -> dist.Work:
         """Begin to replace ``tensor`` by its sum over the ranks, or by the mean."""
-        done = self._thread.submit(partial(self._sum, tensor.data, mean))
+        done = self._thread.submit(partial(self._sum, tensor.data, bool(operation == dist.ReduceOp.AVG)))
         return _LargeSum(done, tensor, self._ranks.number(self._ranks.rank))
 
     def close(self) -> None:
@@ -414,11 +416,6 @@ class _Residuals:
         elif self._residuals[key] is None:
             self._residuals[key] = torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)
         return self._residuals[key]
-
-
-def _is(operation: Any, kind: Any) -> bool:
-    """Return True if the operation is of this kind: torch can compare them, which its stubs do not say."""
-    return bool(operation == kind)
 
 
 def _ranks(
