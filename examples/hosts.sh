@@ -11,8 +11,8 @@ read -ra hosts <<< "${HOSTS:?must be the addresses of the machines, with spaces 
 : "${FOLDER:=$PWD}" "${PYTHON:=.venv/bin/python}" "${PORT:=29500}"
 
 program=$(printf ' %q' "$@")
-for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS; do # pass on what is set here
-  [ -z "${!name:-}" ] || PYTHON="env $name=${!name} $PYTHON"
+for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS RES_OPTIONS "${!PIPESGD_@}"; do # pass on what is set here
+  [ -z "${!name:-}" ] || PYTHON="env $name=$(printf %q "${!name}") $PYTHON"
 done
 
 sessions=() inputs=()

@@ -5,7 +5,7 @@
 Three ranks on this machine's loopback, forked from this process, train with an emulated accelerator each, over gloo
 with a sealed store, over tcp, and over tls. The strangers know no secret. They are:
 
-    nobody        the run that the others are compared with
+    nobody        the run that the others are compared with: an iteration, and a rank's growth, in as long a time
     connections   10,000 connections to every port at which a rank listens, 500 a second in all: in turns silent ones,
                   random bytes, half a greeting, greetings of another session, too much, HTTP, half a TLS handshake
     forger        writes random bytes and older values over every key of the store, deletes them, and puts there that a
@@ -58,8 +58,10 @@ WORDS = (
     "--dataset digits --model experiments.accelerators:at_least=40ms --batch-size 8 --width 2 --codec int8 "
     "--timeout 20 --checkpoint-iterations 100"
 )
-BEGIN, BEFORE = 60, 20
-"""Iteration in which strangers come, and the first one that tells what iterations take before."""
+PORTS = 2
+"""Ports at which a rank listens."""
+BEGIN = 60
+"""Iteration in which strangers come."""
 NUMBER, QUICK_NUMBER, PER_SECOND = 10_000, 600, 500.0
 FORGED_SECONDS, QUICK_SECONDS, EARLY_SECONDS = 12.0, 2.0, 8.0
 ROUND_SECONDS, MEMORY_SECONDS = 0.02, 1.0
@@ -80,9 +82,8 @@ class Ended:
     """Output of all ranks."""
     weights: str
     """Hash of the weights; empty if it did not end."""
-    seconds_before: float
-    seconds_meanwhile: float
-    """Median of an iteration of rank 0 before the strangers came, and while they were there; NaN if there was none."""
+    seconds: float
+    """Median of an iteration of rank 0 while the strangers were there; NaN if there was none."""
     grown_bytes: int
     """Bytes by which a rank has grown meanwhile, at most."""
     cut_short: str = ""
@@ -166,18 +167,24 @@ def play(words: str | Sequence[str], attack: Attack, *, at_once: bool = False) -
             codes=[job.codes[rank] for rank in range(RANKS)],
             text=(folder / "log").read_text(encoding="utf-8", errors="replace"),
             weights=json.loads(summary.read_text())["weights_sha256"] if summary.exists() else "",
-            seconds_before=_median([one for when, one in times[BEFORE:] if when < begin]),
-            seconds_meanwhile=_median([one for when, one in times[BEFORE:] if begin <= when < attacked]),
+            seconds=statistics.median([one for when, one in times if begin <= when < attacked] or [float("nan")]),
             grown_bytes=grown,
             cut_short=cut_short,
         )
 
 
-def _median(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds) if seconds else float("nan")
-
-
 # ---- Strangers
+
+
+def come_not(seconds: float) -> Attack:
+    """Return nobody, for some seconds."""
+
+    def wait(job: Job) -> None:
+        end = time.monotonic() + seconds
+        while job.runs() and time.monotonic() < end:
+            time.sleep(0.1)
+
+    return wait
 
 
 def connect(number: int) -> Attack:
@@ -286,8 +293,8 @@ def harm(kind: str, ended: Ended, of_nobody: Ended) -> str:
     warnings = re.findall(r"warning: rank (\d+): \d+ values? w\w+ forged", ended.text)
     if len(warnings) > len(set(warnings)):
         return f"{len(warnings)} warnings of forged values"
-    if kind != EARLY and ended.grown_bytes > MOST_BYTES:
-        return f"a rank has grown by {ended.grown_bytes / 1e6:.1f} MB"
+    if kind != EARLY and (more := ended.grown_bytes - of_nobody.grown_bytes) > MOST_BYTES:
+        return f"a rank has grown by {more / 1e6:.1f} MB more"
     return ""
 
 
@@ -295,9 +302,10 @@ def rows_of(transport: str, secret: Path, quick: bool, advance: Callable[[float,
     """Yield a row for each kind of strangers over this transport."""
     iterations = QUICK_ITERATIONS if quick else ITERATIONS
     words = f"{WORDS} --iterations {iterations} --transport {transport} --secret-file {secret}"
+    number = QUICK_NUMBER if quick else NUMBER
     attacks: Mapping[str, Attack] = {
-        NOBODY: lambda job: None,
-        CONNECTIONS: connect(QUICK_NUMBER if quick else NUMBER),
+        NOBODY: come_not(number * PORTS * RANKS / PER_SECOND),
+        CONNECTIONS: connect(number),
         FORGER: forge(QUICK_SECONDS if quick else FORGED_SECONDS),
         EARLY: forge(EARLY_SECONDS),
     }
@@ -306,7 +314,7 @@ def rows_of(transport: str, secret: Path, quick: bool, advance: Callable[[float,
         ended = play(words, attacks[kind], at_once=kind == EARLY)
         of_nobody = of_nobody or ended
         problem = harm(kind, ended, of_nobody)
-        times = ended.seconds_meanwhile / ended.seconds_before
+        times = ended.seconds / of_nobody.seconds
         if not problem and kind in (CONNECTIONS, FORGER) and not times <= MOST_TIMES:
             problem = f"an iteration took {times:.2f} times as long"
         advance(1, f"{transport}, {kind}: {problem or 'no harm'}")

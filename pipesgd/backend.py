@@ -191,6 +191,7 @@ class PipesgdGroup(dist.ProcessGroup):
         store = sealed(store, secret)
         ranks = ranks_over(part(store, "options"))
         self._options = ranks.raise_together("options of the backend", partial(_checked, options, secret))
+        ranks.addresses()  # which others must be able to reach, else gloo's words would be the first
         check_same_settings(ranks, plain(self._options) | {"transport": self._options.transport_on("cpu")}, {})
         gloo = dist.ProcessGroupGloo(part(store, "gloo"), rank, world_size, timeout)
         gloo._set_sequence_number_for_group()
@@ -234,7 +235,7 @@ class PipesgdGroup(dist.ProcessGroup):
             and tensor.layout == torch.strided
             and tensor.nbytes >= self._options.least_bytes
             and tensor.device.type in DEVICES
-            and operation in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+            and any(operation == large for large in (dist.ReduceOp.SUM, dist.ReduceOp.AVG))  # "in" asks these
         )
 
     def _sums_on(self, device: str) -> _LargeSums:

@@ -143,12 +143,12 @@ def check_same_weights(model: nn.Module, trained: Sequence[Tensor], ranks: Ranks
     )
 
 
-def check_replicas(hashes: Sequence[str], iteration: int) -> None:
-    """Check that all ranks' hashes are equal.
+def check_replicas(hashes: Sequence[str], iteration: int, ranks: Ranks) -> None:
+    """Check that the hashes of all ``ranks`` are equal.
 
     Raises:
         ReplicasDivergedError: they differ; the message says which ranks hold what.
     """
     if len(set(hashes)) > 1:
-        held = ", ".join(f"rank {rank}: {text[:12]}" for rank, text in enumerate(hashes))
+        held = ", ".join(f"rank {ranks.number(rank)}: {text[:12]}" for rank, text in enumerate(hashes))
         raise ReplicasDivergedError(f"weights must be the same on all ranks after iteration {iteration}; got {held}")

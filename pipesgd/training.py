@@ -274,7 +274,7 @@ class Run:
                 recorder.record(metrics)
             if config.run.check_replicas and done % config.run.check_replicas == 0:
                 with self.strategy.true_weights():
-                    check_replicas(hashes_of_ranks(job.model, job.workers), done)
+                    check_replicas(hashes_of_ranks(job.model, job.workers), done, job.workers)
             if checkpoint_schedule.is_due(done, time.perf_counter() - self._last) or done == self.job.iterations:
                 self.save_checkpoint(done)
             unlike = metrics.width < config.pipeline.width or done <= (config.compression.dense_start or 0)
@@ -438,7 +438,7 @@ class Run:
         job.ranks.enter("evaluation")
         hashes = hashes_of_ranks(job.model, workers)
         if self.strategy.replicated:
-            check_replicas(hashes, job.iterations)
+            check_replicas(hashes, job.iterations, job.workers)
         evaluation = self._evaluate()
         for recorder in self._recorders:
             recorder.record_last(job.iterations, evaluation.accuracy, evaluation.loss)
@@ -504,7 +504,8 @@ class Run:
                 job.say(planned.compare(summary["planned"]["measured_seconds"]))
             from pipesgd.planning.accuracy import line_of_run
 
-            for line in (hint(result.exposed_loading), line_of_run(config, job.model, job.iterations)):
+            waits = hint(result.exposed_loading, job.workers.number)
+            for line in (waits, line_of_run(config, job.model, job.iterations)):
                 if line is not None:
                     job.say(line)
             job.say(f"next: tensorboard --logdir {shlex.quote(str(folder))} shows the curves")
@@ -512,14 +513,14 @@ class Run:
         for rank, (_, *failures) in enumerate(ends):
             if failures:
                 raise RunError(
-                    f"rank {rank}: training is done, but {'; '.join(failures)}. The newest checkpoint is that of "
-                    f"iteration {self.checkpoints.newest or 0} of {job.iterations}: --resume finishes it once there "
-                    "is room"
+                    f"rank {job.workers.number(rank)}: training is done, but {'; '.join(failures)}. The newest "
+                    f"checkpoint is that of iteration {self.checkpoints.newest or 0} of {job.iterations}: --resume "
+                    "finishes it once there is room"
                 )
         job.lock.release()
         if job.workers.rank > 0 and job.workers.local_rank == 0:  # on its machine nothing else says that all is well
             where = job.ranks.addresses()[0].partition(" ")[0]  # without its interface
-            say_on_stderr(f"rank {job.workers.rank}: done; results are on {where} in {ends[0][0]}")
+            say_on_stderr(f"rank {job.workers.number(job.workers.rank)}: done; results are on {where} in {ends[0][0]}")
 
     def _summary_of_members(self) -> dict[str, Any]:
         """Return what summary.json has about changes of members."""

@@ -34,6 +34,7 @@ from pipesgd.codecs.options import DENSE_CODECS, CodecOptions, Fp32, codec_named
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.membership import address
 from pipesgd.membership.secret import VARIABLE
 from pipesgd.ranks import Ranks, alone
 from pipesgd.reducers.make import make_reducer
@@ -723,6 +724,19 @@ def _groups_that_end_before_their_models(ranks: Ranks) -> None:
 def test_a_group_may_end_before_its_model() -> None:
     """With gloo's group among what DDP frees, this hung at the first to the seventh one."""
     run_ranks(2, _groups_that_end_before_their_models, process_group=False)
+
+
+def _at_loopback(ranks: Ranks) -> str:
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    address._network = lambda: str(ranks.rank)  # a machine of its own
+    address._address_of_own_name = lambda: f"127.0.1.{ranks.rank + 1}"
+    return error_of(join, ranks)
+
+
+@pytest.mark.slow
+def test_an_address_that_others_cannot_reach_is_named_before_gloo_tries_it() -> None:
+    for error in run_ranks(2, _at_loopback, process_group=False):
+        assert error.startswith("UserInputError: rank 0 must have an address that other machines can reach; got 127.")
 
 
 def _small_sum_on_a_gpu(ranks: Ranks) -> str:

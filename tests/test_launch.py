@@ -20,6 +20,7 @@ from _waiting import wait_until
 from pipesgd.elastic import launch as elastic_launch
 from pipesgd.elastic.launch import launch_elastic
 from pipesgd.errors import UserInputError
+from pipesgd.exit import EXIT_TRY_AGAIN
 from pipesgd.launch import commands
 from pipesgd.run.folder_lock import check_unused
 
@@ -248,13 +249,14 @@ def test_a_rank_that_still_works_when_another_one_has_ended_is_left_alone(
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.parametrize("code", [0, EXIT_TRY_AGAIN, 143])
 def test_a_rank_that_was_left_behind_and_is_stopped_does_not_keep_the_job_waiting(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(elastic_launch, "LEFT_SECONDS", 0.5)
-    assert launch_elastic("sh", ["-c", "[ $RANK = 1 ] && kill -STOP $$; exit 0"], ranks=3, **PLACE) == 0
+    assert launch_elastic("sh", ["-c", f"[ $RANK = 1 ] && kill -STOP $$; exit {code}"], ranks=3, **PLACE) == code
     said = capfd.readouterr().err
-    assert "rank 1 is stopped 0.5 s after another one had done its work: it is killed" in said
+    assert "rank 1 is stopped 0.5 s after another one had ended: it is killed" in said
     assert "the process of rank 1 was ended by SIGKILL" in said
 
 

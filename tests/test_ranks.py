@@ -259,12 +259,16 @@ def test_the_address_is_that_of_the_interface_that_gloo_is_told(monkeypatch: pyt
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
     own = own_address()
     assert own.shown in ("127.0.0.1 (lo)", "::1")
-    assert own.is_loopback
+    assert own.stays_near
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
     assert own_address().shown == "127.0.0.1 (lo)"  # as gloo does
     assert "127." not in own_address().others
     monkeypatch.setattr("socket.gethostname", lambda: 64 * "a")
     assert own_address().shown == "127.0.0.1 (lo)", "no name of a host is as long"
+    found = [(socket.AF_INET6, 1, 6, "", ("fe80::1", 0, 0, 2)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *words, **others: found)
+    monkeypatch.setattr("socket.socket.bind", lambda own, place: None)
+    assert own_address().shown == "127.0.0.1 (lo)", "one that is valid on a single link tells nobody which link"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,")
     assert own_address().shown == "127.0.0.1 (lo)"
 
@@ -304,7 +308,7 @@ def test_an_interface_with_ipv6_addresses_alone_is_named_with_one_that_others_ca
     assert chosen == ["fd00::1 (one)", "10.0.0.2 (two)", "fe80::3 (three)"]
 
 
-@pytest.mark.parametrize("loopback", ["127.0.1.1 (lo)", "::1"])
+@pytest.mark.parametrize("loopback", ["127.0.1.1 (lo)", "::1", "fe80::3 (eth0)"])
 def test_loopback_is_no_address_for_other_machines(loopback: str) -> None:
     nic = Address("10.0.0.2 (eth0)", "eth0 (10.0.0.2)", "machine a")
     lost = Address(loopback, "eth0 (10.0.0.3), wlan0 (10.1.0.3)", "machine b")
@@ -317,6 +321,10 @@ def test_loopback_is_no_address_for_other_machines(loopback: str) -> None:
     assert unreachable([lost, lost]) is None, "on one machine it is one"
     assert unreachable([nic, Address("fd00::3", "", "machine b")]) is None
     assert str(unreachable([nic, Address(loopback, "", "b")])).endswith(" which has no address yet")
+    assert unreachable([nic, nic, lost._replace(shown="10.0.0.3 (eth0)")]) is None
+    assert str(unreachable([nic, lost._replace(shown="10.0.0.2 (docker0)")])).startswith(
+        "rank 1 must have another address than rank 0 on another machine; got 10.0.0.2 (docker0), which "
+    )
 
 
 def _as_if_on_a_machine_of_its_own(ranks: Ranks) -> str:

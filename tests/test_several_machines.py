@@ -26,9 +26,12 @@ SSH = """#!{python}
 import os, pty, sys
 [flag, host, command] = sys.argv[1:]
 assert flag == "-tt"
+for name in [name for name in os.environ if name.startswith("PIPESGD_")]:
+    del os.environ[name]
 sys.exit(os.waitstatus_to_exitcode(pty.spawn([*{enter}, "sh", "-c", command])))
 """
-"""Stand-in for ssh: the command's terminal is one of its own, which turns what is typed on Ctrl-C into the signal."""
+"""Stand-in for ssh: the command's terminal is one of its own, which turns what is typed on Ctrl-C into the signal.
+Variables stay here."""
 SRUN = """#!/bin/bash
 [ "$1" = --kill-on-bad-exit=1 ] || exit 99
 tasks=()
@@ -91,6 +94,10 @@ def test_hosts_by_ssh_give_the_code_of_a_failure(folder: Path, monkeypatch: pyte
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stdout
     assert """got "a folder's name\"""" in done.stdout
+    monkeypatch.setenv("PIPESGD_SECRET_FILE", "a lost key")
+    done = subprocess.run([EXAMPLES / "hosts.sh", *TRAIN], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout
+    assert "PIPESGD_SECRET_FILE must be a file that can be read; got a lost key" in done.stdout
 
 
 def test_ctrl_c_reaches_all_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

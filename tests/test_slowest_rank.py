@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipesgd.run.metrics import slowest_rank
+from pipesgd.run.metrics import number_of, slowest_rank
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,9 @@ def test_the_slowest_rank_is_named_where_it_costs_more_than_5_percent(
 ) -> None:
     found = slowest_rank(compute, iteration)
     assert found == (None if slow is None else (slow[0], pytest.approx(slow[1])))
+
+
+def test_it_has_its_number_in_the_job_where_others_were_lost() -> None:
+    generations = [{"members": [0, 1, 2]}, {"members": [0, 2]}]
+    assert [number_of(place, {"generations": generations}) for place in (0, 1, 2)] == [0, 2, 2]
+    assert number_of(1, {}) == number_of(1, {"generations": []}) == number_of(1, {"generations": [{"members": 3}]}) == 1

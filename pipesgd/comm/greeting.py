@@ -29,6 +29,7 @@ from pipesgd.membership.sockets import Place, close, numeric, opened, replace
 from pipesgd.membership.watcher import ended_text
 from pipesgd.process import at_port
 from pipesgd.ranks import Ranks
+from pipesgd.sections import DEFAULT_TIMEOUT
 
 HELLO = struct.Struct("<8s16sI32s32s")
 MAGIC = b"pgdwire\1"
@@ -81,7 +82,7 @@ def connect(ranks: Ranks, timeout: float, wrap: Wrap | None) -> dict[int, socket
     """
     if ranks.world_size == 1:
         return {}
-    meeting = _Meeting(ranks, timeout, wrap)
+    meeting = _Meeting(ranks, min(timeout, DEFAULT_TIMEOUT), wrap)  # all are there, and half an hour is for sums
     try:
         return meeting.connections()
     except BaseException as failure:
@@ -171,6 +172,12 @@ class Greeter(ABC):
         """End the attempts that take too long."""
         for one in [one for one in self._attempts if now >= one.until]:
             self._failed(one, TimeoutError(f"no greeting within {STRANGER_SECONDS:g} s"))
+
+    def unanswered(self, rank: int, seconds: float) -> str:
+        """Return the reason why there is no connection to ``rank`` if none came about within some seconds."""
+        lower = min(rank, self._rank)
+        place = at_port(*self._places[lower])
+        return f"no answer within {seconds:g} s at {place}, where rank {self._number(lower)} listens"
 
     @property
     def ends(self) -> list[float]:
@@ -339,7 +346,7 @@ class _Meeting(Greeter):
             close(sock)
 
     def _give_up(self, peer: int) -> None:
-        reason = f"no answer within {self._seconds:g} s"
+        reason = self.unanswered(peer, self._seconds)
         if peer in self._problem:
             reason += f" ({self._problem[peer]})"
         if self._refused:

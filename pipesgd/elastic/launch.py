@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from pipesgd.exit import EXIT_TRY_AGAIN
 from pipesgd.process import say, signal_name, variables_of_rank
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that the ranks get, too; but not SIGHUP under nohup, which ignores it."""
 LEFT_SECONDS = 60.0
-"""Seconds after the first rank has done its work in which one that was left behind, and is stopped, is not killed."""
+"""Seconds after the first orderly end of a rank in which one that was left behind, and is stopped, is not killed."""
 
 
 def launch_elastic(
@@ -25,7 +26,7 @@ def launch_elastic(
 ) -> int:
     """Start this machine's ``ranks``, wait for the end of all of them, and return an exit code.
 
-    It is 0 if a rank has done its work, and else that of the rank that ended last.
+    It is 0 if a rank has done its work, and else that of the rank that ended last by itself.
 
     Args:
         program: path of the program.
@@ -40,6 +41,7 @@ def launch_elastic(
     port = _free_port(host) if port is None else port
     started: dict[int, subprocess.Popen[bytes]] = {}
     early: list[int] = []
+    killed: set[int] = set()
 
     def forward(number: int, frame: FrameType | None) -> None:
         if len(started) < ranks:
@@ -53,7 +55,8 @@ def launch_elastic(
     def end_those_stopped() -> None:
         for rank, process in started.items():
             if process.returncode is None and _is_stopped(process.pid):
-                say(f"rank {rank} is stopped {LEFT_SECONDS:g} s after another one had done its work: it is killed")
+                killed.add(rank)
+                say(f"rank {rank} is stopped {LEFT_SECONDS:g} s after another one had ended: it is killed")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
 
@@ -77,12 +80,12 @@ def launch_elastic(
             pid, status = os.wait()
             if (rank := of_process.pop(pid, None)) is None:
                 continue
-            last = os.waitstatus_to_exitcode(status)
-            if last == 0 and 0 not in codes.values():
+            code = codes[rank] = started[rank].returncode = os.waitstatus_to_exitcode(status)
+            last = last if rank in killed else code
+            if end.ident is None and (code in (0, EXIT_TRY_AGAIN) or code > 128):  # no loss: the others end, too
                 end.start()
-            codes[rank] = started[rank].returncode = last
-            if last < 0:
-                say(f"the process of rank {rank} was ended by {signal_name(-last)}")
+            if code < 0:
+                say(f"the process of rank {rank} was ended by {signal_name(-code)}")
     except BaseException:
         for process in started.values():
             if process.returncode is None:

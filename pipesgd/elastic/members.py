@@ -27,7 +27,7 @@ from pipesgd.elastic.missed import is_missed
 from pipesgd.errors import DeadlineExceeded, LeftBehind, RunError
 from pipesgd.exit import EXIT_FAILED
 from pipesgd.membership import generation, heartbeat
-from pipesgd.membership.change import State
+from pipesgd.membership.change import State, is_led
 from pipesgd.membership.generation import Record, Span, first_record
 from pipesgd.membership.messages import (
     Action,
@@ -54,6 +54,8 @@ HANGS_SECONDS = 5.0
 """Seconds that a process that hangs has to notice that it was left behind, before it is ended."""
 STOPPED_SECONDS = 2.0
 """Seconds by which a tick is late if this process was stopped."""
+TRIP_SECONDS = 2.0
+"""Seconds for which a change counts as led after the last sign of that: a ballot begins with a round trip."""
 GOODBYE_SECONDS = 2.0
 """Seconds in which the last letters must have left."""
 
@@ -121,7 +123,7 @@ class Members:
         """Phase in which this process hangs, and the time at which it began to leave therefore."""
         self._awake_since = time.monotonic()
         """Time from which on this process has run without a stop."""
-        self._stuck_since = time.monotonic()
+        self._stuck_since = self._led = time.monotonic()
         """Time of the newest tick at which a majority was in reach."""
         self._is_stuck = False
         self._is_over = False
@@ -153,9 +155,8 @@ class Members:
             if self.failure is not None:
                 raise self.failure
             if time.monotonic() >= end:
-                raise DeadlineExceeded(
-                    rank=self.me, peer=missing[0], operation="connection", reason=f"no answer within {seconds:g} s"
-                )
+                reason = self._control.unanswered(missing[0], seconds)
+                raise DeadlineExceeded(rank=self.me, peer=missing[0], operation="connection", reason=reason)
             time.sleep(CONNECTED_SECONDS)
 
     def start(self, first: Record) -> None:
@@ -445,7 +446,8 @@ class Members:
         elif self.has_started:
             self._ended_early.append(peer)
         elif not self._is_over:
-            self.give_up(RunError(f"rank {self.me}: the process of rank {peer} has ended before training has begun"))
+            text = "has ended before training has begun, or a firewall refuses connections to it"
+            self.give_up(RunError(f"rank {self.me}: the process of rank {peer} {text}"))
             self.interrupt()
 
     def _go_alone(self, member: Member, now: float) -> None:
@@ -511,13 +513,16 @@ class Members:
 
     def _note_state(self, member: Member) -> None:
         """Say once when no majority is in reach, or again when one is."""
+        now = time.monotonic()
         if member.state is not State.STUCK:
-            self._stuck_since = time.monotonic()
+            self._stuck_since = now
+        if is_led(member.vote, member.proposal, clock()):
+            self._led = now
         here = member.peers.living(member.record.members, clock())
         is_stuck = not generation.is_quorum(here, member.record.members, member.peers.certain)
-        # Or messages do not cross; but before, others may be waited for who are silent, and not lost yet.
-        says_since = self._stuck_since + self._silence - SILENT_SECONDS
-        is_stuck = is_stuck or (member.state is State.STUCK and time.monotonic() >= says_since)
+        # Or messages do not cross. Before, some may be silent and not lost yet, or get a result, as long as a sum.
+        longer = self._standing.timeout if now < self._led + TRIP_SECONDS else self._silence - SILENT_SECONDS
+        is_stuck = is_stuck or (member.state is State.STUCK and now >= self._stuck_since + longer)
         if is_stuck and not self._is_stuck:
             say(f"{self._here()}: no majority. Waiting for the others (--wait {self.wait:g}); the state is kept")
         self._is_stuck = is_stuck

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -59,6 +60,9 @@ class ElasticRun(Run):
 
     def _ends_before(self, iteration: int) -> bool:
         members = self._ranks.members
+        if members.leaving.is_due:  # the next first rank counts what is on the disk
+            for recorder in self._recorders:
+                recorder.flush()
         record = self._ranks.begin(iteration)
         span = record.span(iteration)
         if span != self._span:
@@ -83,6 +87,7 @@ class ElasticRun(Run):
         self._hold_folder()
         self._samples.close()
         self._samples = batches.from_iteration(iteration, self.job.device)
+        self.losses = self.state.losses = collections.deque(self.losses, maxlen=batches.iterations_per_epoch)
         optimization = self.job.config.optimization
         if optimization.iterations is None:  # epochs end with their samples, and the schedule with them
             end = (optimization.epochs or DEFAULT_EPOCHS) * batches.record.length
@@ -102,12 +107,12 @@ class ElasticRun(Run):
             self.job.console.quiet = False
 
     def _say_changes(self) -> None:
-        """Tell of the members that were lost since this was called last, on the first member."""
+        """Tell of the members that were lost since this was called last, on the first one that is not lost since."""
         members = self._ranks.members
         while self._said + 1 < len(members.history):
             self._said += 1
             record, _ = members.history[self._said]
-            if record.members[0] == members.me:
+            if next((one for one in record.members if one in members.record.members), None) == members.me:
                 config = self.job.config
                 taken_over = members.leaving.taken_over if config.compression.chosen().gives_back else None
                 say(sentence(record, config.samples_per_rank, taken_over))
@@ -139,6 +144,7 @@ class ElasticRun(Run):
             self._hold_folder()
             written = super().save_checkpoint(done)
             if ranks.record.members == before.members:
+                self._say_changes()
                 return written
 
     def _snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -196,6 +202,7 @@ class ElasticRun(Run):
             super().leave_behind(result)
             if ranks.record.members == before.members:  # else what one of them was to write may be missing
                 break
+        self._say_changes()
         ranks.close(in_order=True)
 
     def _summary_of_members(self) -> dict[str, Any]:

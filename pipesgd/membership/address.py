@@ -27,10 +27,15 @@ class Address(NamedTuple):
     """Name of what shares one loopback interface: the machine, or a network namespace of it."""
 
     @property
-    def is_loopback(self) -> bool:
+    def host(self) -> str:
+        """Address alone."""
+        return self.shown.partition(" ")[0]
+
+    @property
+    def stays_near(self) -> bool:
         """True if other machines cannot reach it."""
-        with contextlib.suppress(ValueError):
-            return ipaddress.ip_address(self.shown.partition(" ")[0]).is_loopback
+        with contextlib.suppress(ValueError):  # an interface may have none
+            return _stays_near(self.host)
         return False
 
 
@@ -68,21 +73,31 @@ def unreachable(addresses: Sequence[Address], number: Callable[[int], int] = int
     """
     if len({one.network for one in addresses}) == 1:
         return None
-    rank, found = next(((rank, one) for rank, one in enumerate(addresses) if one.is_loopback), (0, None))
-    if found is None:
-        return None
-    choice = f"one of {found.others}" if found.others else "which has no address yet"
-    return (
-        f"rank {number(rank)} must have an address that other machines can reach; got {found.shown}, which its "
-        "machine's name or GLOO_SOCKET_IFNAME stands for: set the latter there to the interface of your network, "
-        f"{choice}"
-    )
+    firsts: dict[str, int] = {}
+    for rank, found in enumerate(addresses):
+        first = firsts.setdefault(found.host, rank)
+        if not found.stays_near and addresses[first].network == found.network:
+            continue
+        what = "an address that other machines can reach"
+        if not found.stays_near:
+            what = f"another address than rank {number(first)} on another machine"
+        choice = f"one of {found.others}" if found.others else "which has no address yet"
+        return (
+            f"rank {number(rank)} must have {what}; got {found.shown}, which its machine's name or GLOO_SOCKET_IFNAME "
+            f"stands for: set the latter there to the interface of your network, {choice}"
+        )
+    return None
 
 
 def _address_of_own_name() -> str:
-    """Return the first address of the host's own name that a socket can be bound to, as gloo does; else loopback's."""
+    """Return the first address of the host's own name that a socket can be bound to, as gloo does; else loopback's.
+
+    One that is valid on a single link is passed over, unlike by gloo: without its link, nobody can use it.
+    """
     with contextlib.suppress(OSError, UnicodeError):  # the latter for a name that is none by its length
         for family, kind, protocol, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            if family == socket.AF_INET6 and ipaddress.ip_address(place[0]).is_link_local:
+                continue
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as own:
                 own.bind(place)
                 return str(place[0])

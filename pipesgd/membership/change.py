@@ -10,6 +10,8 @@ from pipesgd.membership.messages import Promise, Results
 
 LEVEL_TRIPS, MOST_RETRIES = 4, 3
 """Round trips, and at most retries, for which a newcomer that has answered is waited for."""
+LED_SECONDS = 10.0
+"""Seconds since the newest step of a change after which nobody leads it: ballots follow each other every 3 s or so."""
 
 
 class State(enum.Enum):
@@ -49,6 +51,8 @@ class Vote:
     """Decided generation that is entered as soon as the sums have ended."""
     leaves: bool = False
     """True if this member asks to be left out."""
+    fetches: bool = False
+    """True while this member waits for results that another one has."""
     late: Results | None = None
     """Results that came after the ballot that they were for."""
 
@@ -84,3 +88,16 @@ class Proposal:
         trip = max((first - self.since for first in self.joiners_since.values()), default=0.0)
         patience = max(retry / 2, min(LEVEL_TRIPS * trip, MOST_RETRIES * retry))
         return max([self.complete, *self.joiners_since.values()]) + patience
+
+
+def is_led(vote: Vote, proposal: Proposal | None, now: float) -> bool:
+    """Return True if all take part in a change: a large result may be on its way to one of them.
+
+    Args:
+        vote: the answers of the member that asks.
+        proposal: its own ballot; None if another one leads.
+        now: time, in seconds.
+    """
+    if proposal is None:
+        return now - vote.control <= LED_SECONDS
+    return vote.fetches or proposal.complete is not None

@@ -199,6 +199,7 @@ class Member:
                 else:
                     fetch = Fetch(message.generation, message.ballot, self.newest + 1, message.base)
                     self._answer(message.holder, fetch, now)
+                    self.vote.fetches = True
             case Fetch():
                 self.actions.append(Supply(source, message.generation, message.ballot, message.first, message.last))
             case Results() if message.generation == self.record.number and self._counts(message.ballot):
@@ -466,7 +467,7 @@ class Member:
         return ballot == self.vote.promised
 
     def _take(self, message: Results, now: float) -> None:
-        self.vote.control = now
+        self.vote.control, self.vote.fetches = now, False
         for unit in sorted(message.results):
             if unit == self.newest + 1:
                 self.newest, self.settled, self.vote.levelled = unit, message.settled, message.ballot

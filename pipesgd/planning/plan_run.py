@@ -164,12 +164,14 @@ def calibrate_briefly(
     """Measure the ranks; return the result on rank 0. All ranks call this together; there must be no process group."""
     from pipesgd.calibration.measure import measure
     from pipesgd.calibration.options import DEFAULT_ALL_REDUCES, LEAST_LARGEST_BYTES, MEASURED_ALL_REDUCES, RING
-    from pipesgd.planning.choose import AUTO_CODECS
+    from pipesgd.planning.choose import AUTO_CODECS, goes_with
     from timing_model.measured import LOW_RANK, UNCOMPRESSED
 
     codec = config.compression.codec
     searched = AUTO_CODECS if "codec" in config.planning.auto else (codec,)
     measured = [name for name in MEASURED_ALL_REDUCES if name in (RING, config.wire.all_reduce)]
+    if "all-reduce" in config.planning.auto:
+        measured = [name for name in DEFAULT_ALL_REDUCES if goes_with(config, name)]
     nbytes = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
     with torch.random.fork_rng(devices=[]):
         found = measure(
@@ -181,7 +183,7 @@ def calibrate_briefly(
             seconds=CALIBRATION_SECONDS,
             largest_bytes=max(LEAST_LARGEST_BYTES, min(nbytes, MOST_LARGEST_BYTES)),
             codecs=[one for one in searched if one not in (UNCOMPRESSED, LOW_RANK)],
-            all_reduces=DEFAULT_ALL_REDUCES if "all-reduce" in config.planning.auto else measured,
+            all_reduces=measured,
             servers=False,
             prediction=config.updates.prediction,
             brief=True,

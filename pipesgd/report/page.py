@@ -14,7 +14,7 @@ from pipesgd.report.folder import Numbers, RunFolder, number, read_run
 from pipesgd.report.html import Child, Html, join, page, table, tag
 from pipesgd.run.attempts import Attempt
 from pipesgd.run.files import write_text_atomically
-from pipesgd.run.metrics import SECONDS, slowest_rank, statistics
+from pipesgd.run.metrics import SECONDS, number_of, slowest_rank, statistics
 from pipesgd.strategy import hidden_share
 from timing_model.units import format_bytes, format_seconds
 
@@ -355,14 +355,15 @@ def _ranks(run: RunFolder) -> list[Child]:
     if not most:
         return [tag("p", "Known at the end of a run only.")]
     rows: list[list[Child]] = [
-        [f"rank {rank}", *(_cell(values, rank, notation) for values, notation in columns.values())]
-        for rank in range(most)
+        [f"rank {number_of(place, run.summary)}", *(_cell(values, place, how) for values, how in columns.values())]
+        for place in range(most)
     ]
     content: list[Child] = [table(["", *columns], rows, numbers=True)]
     period = statistics(run.iterations.known("iteration_seconds"))["median"] or 0.0
     slow = slowest_rank(_of_ranks(run, "compute_seconds_of_ranks"), period)
     if slow is not None:
-        content.append(tag("p", f"Rank {slow[0]} computes {format_seconds(slow[1])} longer than the others."))
+        own = number_of(slow[0], run.summary)
+        content.append(tag("p", f"Rank {own} computes {format_seconds(slow[1])} longer than the others."))
     return content
 
 

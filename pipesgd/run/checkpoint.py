@@ -44,7 +44,8 @@ class Checkpoints:
     def save(self, iteration: int, snapshot: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> bool:
         """Write the checkpoint of ``iteration``, then delete old ones; return True if all ranks have written it.
 
-        If a rank could not, one warning says which and why, what was written is deleted, and older checkpoints stay.
+        If a rank could not, one warning says which and why, what was written is deleted, and older checkpoints stay;
+        without a warning if a rank was lost meanwhile.
 
         Args:
             iteration: number of iterations that the run has done.
@@ -54,6 +55,7 @@ class Checkpoints:
         """
         save: str = self._ranks.all_gather_object("a checkpoint's name", uuid.uuid4().hex)[0]
         shared, own = snapshot()
+        members = self._ranks.numbers
         place = self._folder.place_for(iteration, save)
         newest = "none is complete yet" if self.newest is None else f"the newest is that of iteration {self.newest}"
         warning = f"the checkpoint of iteration {iteration} could not be written ({{}}); training continues, {newest}"
@@ -63,7 +65,8 @@ class Checkpoints:
                 self._folder.remove_unfinished(but={place, self._loaded_from})
             write_checkpoint(place, Checkpoint(iteration, save, shared, own), self._ranks)
 
-        if not self._everywhere("a written checkpoint", warning, write):
+        is_written = self._everywhere("a written checkpoint", warning, write)
+        if not is_written or self._ranks.numbers != members:  # with a rank that was lost, its part may be, too
             if self._first_of_machine:
                 self._folder.remove_unfinished(but={self._loaded_from})
             return False
@@ -180,7 +183,7 @@ class Checkpoints:
         except OSError as error:
             failure = f"{self._folder.path}: {error.strerror or error}"
         said = self._ranks.all_gather_object(what, failure, close_by=True)
-        failures = {rank: text for rank, text in enumerate(said) if text is not None}
+        failures = {self._ranks.number(rank): text for rank, text in enumerate(said) if text is not None}
         if failures and self._ranks.rank == 0:
             warn(warning.format("; ".join(f"rank {rank}: {text}" for rank, text in failures.items())))
         return not failures

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from pipesgd.errors import warn
 from pipesgd.process import answer, let_go
 from pipesgd.ranks import Ranks
-from pipesgd.run.metrics import SECONDS, IterationMetrics, slowest_rank
+from pipesgd.run.metrics import SECONDS, IterationMetrics, number_of, slowest_rank
 from pipesgd.strategy import hidden_share
 from timing_model.units import format_bytes
 
@@ -177,7 +177,7 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
             table.add_row("exposed loading" if name == "loading" else name, figures)
     slow = slowest_rank(summary["compute_seconds_of_ranks"], seconds["iteration"]["median"] or 0.0)
     if slow is not None:
-        rank, extra = slow
+        rank, extra = number_of(slow[0], summary), slow[1]
         share = f"{extra / seconds['iteration']['median']:.0%} of an iteration"
         table.add_row("slowest rank", f"rank {rank}: {extra * 1e3:.2f} ms more computation, {share}")
     hidden = hidden_share(seconds["communication"]["mean"] or 0.0, seconds["exposed"]["mean"] or 0.0)

@@ -110,6 +110,13 @@ def slowest_rank(compute: Sequence[float | None], iteration: float) -> tuple[int
     return (rank, extra) if extra > SLOW_SHARE * iteration else None
 
 
+def number_of(place: int, summary: Mapping[str, Any]) -> int:
+    """Return the number of the rank at ``place`` in the lists ``..._of_ranks`` of a ``summary``: others may be lost."""
+    with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
+        return int(summary["generations"][-1]["members"][place])
+    return place
+
+
 class History:
     """Numbers of a run's iterations that its summary needs: some bytes for each, since a run may take days."""
 

@@ -90,7 +90,10 @@ def test_down_to_one(tmp_path: Path) -> None:
     kills = [Kill(rank=rank, phase=COMPUTING, call=10 * (1 + order)) for order, rank in enumerate((2, 0, 3))]
     ended, log = _run(tmp_path, 4, *kills)
     assert ended.codes[1] == 0, log
-    assert _summary(tmp_path)["generations"][-1]["members"] == [1]
+    summary = _summary(tmp_path)
+    assert summary["generations"][-1]["members"] == [1]
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert summary["final"]["train_loss"] > sum(losses[-37:]) / 37, "an epoch of one rank has 93 iterations"
 
 
 def test_below_the_least_number_the_state_is_written(tmp_path: Path) -> None:
@@ -234,6 +237,22 @@ def test_a_rank_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
     assert set(ended.codes.values()) == {143}, log
     assert "rank 1 is lost: it asked to leave" in log
     assert "what the codec of rank 1 had left out is with rank 0" in log
+
+
+def test_the_first_rank_that_leaves_writes_its_measurements_before(tmp_path: Path) -> None:
+    words = LONG.replace("--checkpoint-iterations 10", "--checkpoint-iterations 1000000")
+    ended, log = _run_with(tmp_path, 3, words, *((6.0 * (rank > 0) + 2.0, rank, signal.SIGTERM) for rank in range(3)))
+    assert set(ended.codes.values()) == {143}, log
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    numbers = [json.loads(line)["iteration"] for line in lines]
+    assert numbers[-1] > 100
+    assert len({*range(numbers[-1])} - {*numbers}) <= 2, "as many as the others had begun before they knew"
+
+
+def test_a_loss_in_the_last_evaluation_is_told(tmp_path: Path) -> None:
+    ended, log = _run(tmp_path, 3, Kill(rank=1, phase=EVALUATION, call=8))
+    assert ended.codes == {0: 0, 1: -9, 2: 0}, log
+    assert log.count("rank 1 is lost: its process has ended") == 1
 
 
 def test_all_that_are_asked_to_stop_write_a_checkpoint_together(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipesgd.membership.change import State
+from pipesgd.membership.change import State, is_led
 from pipesgd.membership.generation import Ballot, first_record, is_quorum, next_record
 from pipesgd.membership.messages import Accept, Beat, Level, Prepare, Promise, Refuse, Results, Send, Suspect
 from pipesgd.membership.peers import LEASE_SECONDS, ROUND_TRIPS, SHORTEST_RETRY, Peers
@@ -69,6 +69,38 @@ def test_of_two_the_senior_continues_and_the_other_is_stuck() -> None:
     ring.pass_time(2, among=[0, 1])
     assert "generation 1 is without it" in ring.left[1].why
     assert ring.members[1].state is State.OUT
+
+
+class _SlowResults(Ring):
+    """Members whose results are on their way as long as they are large."""
+
+    are_large = True
+
+    def act(self, who: int) -> None:
+        super().act(who)
+        for wire in self.wires.values():
+            for message in [one for one in wire if isinstance(one, Results) and self.are_large]:
+                wire.remove(message)
+
+
+@pytest.mark.parametrize("holder", [0, 1, 2])
+def test_a_change_in_which_a_large_result_is_on_its_way_is_led(holder: int) -> None:
+    """Where messages do not cross it is not, and a member with no majority waits for nobody."""
+    ring = _SlowResults(4, ahead=[holder])
+    ring.kill(3, told=[0, 1, 2])
+    led: set[int] = set(range(3))
+    for _ in range(60):
+        ring.pass_time(1, among=range(3))
+        led -= {who for who in led if not is_led(ring.members[who].vote, ring.members[who].proposal, ring.now)}
+        assert {ring.members[who].state for who in range(3)} <= {State.FROZEN, State.STUCK}
+    assert led == {0, 1, 2}
+    ring.are_large = False
+    ring.pass_time(4, among=range(3))
+    assert ring.entered[0].members == (0, 1, 2)
+    ring.kill(1, told=[0, 2])
+    ring.kill(2, told=[])
+    ring.pass_time(2, among=[0])
+    assert not is_led(ring.members[0].vote, ring.members[0].proposal, ring.now)
 
 
 @pytest.mark.parametrize(("seconds", "continues"), [(1, True), (3, False)])

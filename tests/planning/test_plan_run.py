@@ -13,14 +13,18 @@ import pytest
 from _plans import AUTOS, INSTANT, SLOW, SMALL, cluster
 from _ranks import run_ranks
 
+from pipesgd import Pipelined, keys
+from pipesgd.calibration import training
 from pipesgd.cli import as_toml, parse
 from pipesgd.config import AUTO_OPTIONS
 from pipesgd.errors import UserInputError
+from pipesgd.membership.secret import job_secret
 from pipesgd.planning import plan_run
 from pipesgd.planning.drift import SETTLING, WINDOW, WINDOWS
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.run.metrics import read_metrics, statistics
+from pipesgd.sections import Wire
 from pipesgd.train import train
 from timing_model.params import LinkParams
 
@@ -91,6 +95,19 @@ def _train(ranks: Ranks, words_of_ranks: list[str]) -> tuple[str, str]:
     return error, out.getvalue()
 
 
+def _calibrate(ranks: Ranks, key: str, words: str) -> tuple[str, set[tuple[Any, str]]]:
+    """Run once; return (text of the error, all-reduce and transport of each training of the calibration)."""
+    ranks.secret = job_secret(key)
+    found: set[tuple[Any, str]] = set()
+
+    def noted(*arguments: Any, wire: Wire, **others: Any) -> Pipelined:
+        found.add((wire.all_reduce, str(wire.transport)))
+        return Pipelined(*arguments, wire=wire, **others)
+
+    training.Pipelined = noted  # type: ignore[assignment, misc]
+    return _train(ranks, [words])[0], found
+
+
 def run(world_size: int, *words_of_ranks: str) -> list[tuple[str, str]]:
     return run_ranks(world_size, _train, list(words_of_ranks), process_group=False)
 
@@ -101,6 +118,17 @@ def succeed(world_size: int, words: str, output: Path) -> tuple[dict[str, Any], 
     assert [error for error, _ in results] == [""] * world_size
     assert [text for _, text in results[1:]] == [""] * (world_size - 1)
     return json.loads((output / "summary.json").read_text()), results[0][1]
+
+
+def test_a_calibration_sends_no_gradient_in_clear_if_the_run_does_not(tmp_path: Path) -> None:
+    key = tmp_path / "job.key"
+    keys.make(key, certificate=True)
+    words = f"{SHORT} --width auto --all-reduce auto --secret-file {key}"
+    expected = {"--transport tls": {("ring", "tls")}, "": {("ring", "gloo"), ("native", "gloo")}}
+    for number, (transport, trained) in enumerate(expected.items()):
+        own = f"{words} {transport} --output {tmp_path / str(number)}"
+        found = run_ranks(2, _calibrate, str(key), own, process_group=False)
+        assert found == [("", trained)] * 2
 
 
 def options_of(result: dict[str, Any]) -> str:

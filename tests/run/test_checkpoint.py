@@ -119,6 +119,38 @@ def test_what_is_saved_is_of_the_ranks_that_have_agreed_on_a_name(tmp_path: Path
     assert found.shared == {"before": ["a checkpoint's name"]}
 
 
+def test_a_checkpoint_that_has_lost_a_writer_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part may be missing; where the others continue without it, they write theirs again."""
+    ranks = join()
+    checkpoints = Checkpoints(tmp_path, ranks, keep=1)
+    assert checkpoints.save(1, lambda: ({}, {}))
+
+    def gather(what: str, value: Any, **how: Any) -> list[Any]:
+        if what == "a written checkpoint":
+            ranks.numbers = (4,)
+        return [value]
+
+    monkeypatch.setattr(ranks, "all_gather_object", gather)
+    assert not checkpoints.save(2, lambda: ({}, {}))
+    assert checkpoints.newest == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-1"]
+    assert checkpoints.save(2, lambda: ({}, {}))
+
+
+def test_a_warning_names_ranks_by_their_numbers_in_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = join()
+    ranks.numbers = (4,)
+    monkeypatch.setattr("pipesgd.run.checkpoint.write_checkpoint", functools.partial(_full, "a disk"))
+    assert not Checkpoints(tmp_path, ranks, keep=1).save(1, lambda: ({}, {}))
+    assert "could not be written (rank 4: " in capsys.readouterr().err
+
+
+def _full(disk: str, *arguments: Any) -> None:
+    raise OSError(28, f"no space is left on {disk}")
+
+
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file_is_seen(tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
     path = tmp_path_factory.mktemp("truncated") / "state.pt"
