@@ -78,12 +78,12 @@ def unreachable(addresses: Sequence[Address], number: Callable[[int], int] = int
         first = firsts.setdefault(found.host, rank)
         if not found.stays_near and addresses[first].network == found.network:
             continue
-        what = "an address that other machines can reach"
+        what = "must have an address that other machines can reach"
         if not found.stays_near:
-            what = f"another address than rank {number(first)} on another machine"
+            what = f"must have another address than rank {number(first)} on another machine"
         choice = f"one of {found.others}" if found.others else "which has no address yet"
         return (
-            f"rank {number(rank)} must have {what}; got {found.shown}, which its machine's name or GLOO_SOCKET_IFNAME "
+            f"rank {number(rank)} {what}; got {found.shown}, which its machine's name or GLOO_SOCKET_IFNAME "
             f"stands for: set the latter there to the interface of your network, {choice}"
         )
     return None

@@ -85,7 +85,7 @@ class _SlowResults(Ring):
 
 @pytest.mark.parametrize("holder", [0, 1, 2])
 def test_a_change_in_which_a_large_result_is_on_its_way_is_led(holder: int) -> None:
-    """Where messages do not cross it is not, and a member with no majority waits for nobody."""
+    """Without one it is not: if messages do not cross, nobody is waited for."""
     ring = _SlowResults(4, ahead=[holder])
     ring.kill(3, told=[0, 1, 2])
     led: set[int] = set(range(3))
