@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -225,8 +226,9 @@ class PipesgdGroup(dist.ProcessGroup):
         """End the threads and connections; ``destroy_process_group`` calls this."""
         for sums in self._sums.values():
             sums.close()
-        with contextlib.suppress(RuntimeError):  # in its last steps, Python starts no threads
-            threading.Timer(GLOO_KEPT_SECONDS, lambda gloo: None, [self._gloo]).start()  # no daemon: Python waits
+        if not sys.is_finalizing():  # then Python starts no threads: 3.12 says so earlier, and 3.11 waits for ever
+            with contextlib.suppress(RuntimeError):
+                threading.Timer(GLOO_KEPT_SECONDS, lambda gloo: None, [self._gloo]).start()  # no daemon: Python waits
         super().shutdown()
 
     def _is_large(self, tensor: Tensor, operation: Any) -> bool:

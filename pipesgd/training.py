@@ -442,21 +442,25 @@ class Run:
         evaluation = self._evaluate()
         for recorder in self._recorders:
             recorder.record_last(job.iterations, evaluation.accuracy, evaluation.loss)
-        losses = workers.all_gather_object("losses of the last epoch", sum_of_finite(self.losses))
-        loss, finite, left_out = (sum(of_ranks) for of_ranks in zip(*losses, strict=True))
-        exposed = workers.all_gather_object("exposed loading", self._loading.summarize(job.ranks.local_world_size))
+        pace, compute = (statistics(times)["median"] for times in (self._paces, self._computing))
+        loading = self._loading.summarize(job.ranks.local_world_size)
+        own = [sum_of_finite(self.losses), loading, self.state.nonfinite, pace, compute]
+        of_ranks = workers.all_gather_object("results", own)  # at once: a rank may be lost after it
+        losses, exposed, nonfinite, paces, computes = map(list, zip(*of_ranks, strict=True))
+        loss, finite, left_out = map(sum, zip(*losses, strict=True))
         return Result(
+            numbers=[workers.number(rank) for rank in range(len(of_ranks))],
             iterations=job.iterations,
             wall_seconds=time.perf_counter() - self._begin,
             train_loss=loss / finite if finite else math.nan,
             train_losses_left_out=left_out,
             test_accuracy=evaluation.accuracy,
             test_loss=evaluation.loss,
-            iteration_seconds=workers.all_gather_object("pace", statistics(self._paces)["median"]),
-            compute_seconds=workers.all_gather_object("pace of computing", statistics(self._computing)["median"]),
+            iteration_seconds=paces,
+            compute_seconds=computes,
             exposed_loading=[None if one is None else ExposedLoading(*one) for one in exposed],
             skipped_at_end=len(report.skipped),
-            nonfinite=workers.all_gather_object("gradients that are not finite", self.state.nonfinite),
+            nonfinite=nonfinite,
             weights_sha256=hashes[0],
             replicas_identical=len(set(hashes)) == 1,
         )
@@ -478,7 +482,7 @@ class Run:
                     save_atomically(job.model.state_dict(), path)
             job.workers.all_gather_object("written weights", None)
         if job.workers.rank == 0:
-            summary = summarize(config, job.ranks, result, self._history) | self._summary_of_members()
+            summary = summarize(config, job.ranks, result, self._history) | self._summary_of_members(result)
             if nothing_new:
                 summary |= measured_before(folder / output.SUMMARY_FILE, job.workers.world_size)
             if planned is not None:
@@ -491,21 +495,13 @@ class Run:
                 self._attempts.finish()
             job.ranks.enter("report")  # of days, perhaps: the others wait as long as this takes
             self._write_report()
-            names = (
-                output.REPORT_FILE,
-                output.SUMMARY_FILE,
-                output.METRICS_FILE,
-                output.WEIGHTS_FILE,
-                output.TRACE_FILE,
-                output.CLUSTER_FILE,
-            )
-            show_summary(job.console, summary, [folder / name for name in names if (folder / name).exists()])
+            files = [folder / name for name in output.RESULTS if (folder / name).exists()]
+            show_summary(job.console, summary, files)
             if planned is not None and summary["planned"]["measured_seconds"] is not None:
                 job.say(planned.compare(summary["planned"]["measured_seconds"]))
             from pipesgd.planning.accuracy import line_of_run
 
-            waits = hint(result.exposed_loading, job.workers.number)
-            for line in (waits, line_of_run(config, job.model, job.iterations)):
+            for line in (hint(result.exposed_loading, result.numbers), line_of_run(config, job.model, job.iterations)):
                 if line is not None:
                     job.say(line)
             job.say(f"next: tensorboard --logdir {shlex.quote(str(folder))} shows the curves")
@@ -522,7 +518,7 @@ class Run:
             where = job.ranks.addresses()[0].partition(" ")[0]  # without its interface
             say_on_stderr(f"rank {job.workers.number(job.workers.rank)}: done; results are on {where} in {ends[0][0]}")
 
-    def _summary_of_members(self) -> dict[str, Any]:
+    def _summary_of_members(self, result: Result) -> dict[str, Any]:
         """Return what summary.json has about changes of members."""
         return {}
 

@@ -260,6 +260,15 @@ def test_a_rank_that_was_left_behind_and_is_stopped_does_not_keep_the_job_waitin
     assert "the process of rank 1 was ended by SIGKILL" in said
 
 
+def test_one_that_is_stopped_long_after_another_one_has_left_does_not_either(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elastic_launch, "LEFT_SECONDS", 0.5)
+    words = "[ $RANK = 0 ] && exit 143; sleep 1.5; [ $RANK = 1 ] && kill -STOP $$; exit 0"
+    assert launch_elastic("sh", ["-c", words], ranks=3, **PLACE) == 0
+    assert "rank 1 is stopped" in capfd.readouterr().err
+
+
 def test_a_signal_while_ranks_are_being_started_reaches_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     kill = os.kill

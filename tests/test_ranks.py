@@ -322,6 +322,8 @@ def test_loopback_is_no_address_for_other_machines(loopback: str) -> None:
     assert unreachable([nic, Address("fd00::3", "", "machine b")]) is None
     assert str(unreachable([nic, Address(loopback, "", "b")])).endswith(" which has no address yet")
     assert unreachable([nic, nic, lost._replace(shown="10.0.0.3 (eth0)")]) is None
+    unknown = Address("no address (eth0)", "", "machine c")
+    assert unreachable([nic, unknown, unknown._replace(network="machine d")]) is None
     assert str(unreachable([nic, lost._replace(shown="10.0.0.2 (docker0)")])).startswith(
         "rank 1 must have another address than rank 0 on another machine; got 10.0.0.2 (docker0), which "
     )

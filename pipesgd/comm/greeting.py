@@ -77,7 +77,7 @@ def connect(ranks: Ranks, timeout: float, wrap: Wrap | None) -> dict[int, socket
     """Return a connection to every other rank, which does not block. Collective.
 
     Raises:
-        DeadlineExceeded: a rank was not there within ``timeout`` seconds.
+        DeadlineExceeded: a rank was not there within ``timeout`` seconds, or ``DEFAULT_TIMEOUT`` if that is less.
         CommunicationError: a rank has another secret or certificate, or cannot be reached.
     """
     if ranks.world_size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -119,10 +120,12 @@ class CommunicationThread:
         return run
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                self._run_jobs()
-        else:
+        with contextlib.ExitStack() as stack:
+            try:
+                if self._device.type == "cuda":
+                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self._device)))
+            except BaseException as failure:  # noqa: BLE001 (as one of a job)
+                self.fail(failure)
             self._run_jobs()
 
     def _run_jobs(self) -> None:

@@ -18,7 +18,7 @@ from pipesgd.process import say, signal_name, variables_of_rank
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that the ranks get, too; but not SIGHUP under nohup, which ignores it."""
 LEFT_SECONDS = 60.0
-"""Seconds after the first orderly end of a rank in which one that was left behind, and is stopped, is not killed."""
+"""Seconds after the last orderly end of a rank in which one that was left behind, and is stopped, is not killed."""
 
 
 def launch_elastic(
@@ -64,8 +64,7 @@ def launch_elastic(
     heard = [number for number in FORWARDED if number != signal.SIGHUP or not under_nohup]
     before = {number: signal.signal(number, forward) for number in heard}
     codes: dict[int, int] = {}
-    end = threading.Timer(LEFT_SECONDS, end_those_stopped)
-    end.daemon = True
+    end: threading.Timer | None = None
     try:
         for local in range(ranks):
             own = variables_of_rank(
@@ -82,7 +81,11 @@ def launch_elastic(
                 continue
             code = codes[rank] = started[rank].returncode = os.waitstatus_to_exitcode(status)
             last = last if rank in killed else code
-            if end.ident is None and (code in (0, EXIT_TRY_AGAIN) or code > 128):  # no loss: the others end, too
+            if code in (0, EXIT_TRY_AGAIN) or code > 128:  # no loss: perhaps the others end, too
+                if end is not None:
+                    end.cancel()
+                end = threading.Timer(LEFT_SECONDS, end_those_stopped)
+                end.daemon = True
                 end.start()
             if code < 0:
                 say(f"the process of rank {rank} was ended by {signal_name(-code)}")
@@ -92,7 +95,8 @@ def launch_elastic(
                 process.kill()
         raise
     finally:
-        end.cancel()
+        if end is not None:
+            end.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0 if 0 in codes.values() else last if last > 0 else 128 - last

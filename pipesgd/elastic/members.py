@@ -124,7 +124,7 @@ class Members:
         self._awake_since = time.monotonic()
         """Time from which on this process has run without a stop."""
         self._stuck_since = self._led = time.monotonic()
-        """Time of the newest tick at which a majority was in reach."""
+        """Times of the newest ticks at which a majority was in reach, and at which a change was led."""
         self._is_stuck = False
         self._is_over = False
         """True once a member has done its work: all have, so nobody is missed any more."""

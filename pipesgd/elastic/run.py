@@ -151,6 +151,7 @@ class ElasticRun(Run):
         done = self.strategy.iteration
         if (span := self._ranks.record.span(done)) != self._span:  # nobody has begun the next iteration
             self._take_samples(span, done)
+            self._ranks.see_members(self._ranks.record.members)  # more may be lost since the span began
         return super()._snapshot()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -205,9 +206,12 @@ class ElasticRun(Run):
         self._say_changes()
         ranks.close(in_order=True)
 
-    def _summary_of_members(self) -> dict[str, Any]:
+    def _summary_of_members(self, result: Result) -> dict[str, Any]:
         history = self._ranks.members.history
-        return {"generations": [in_summary(record) | {"time": when} for record, when in history]}
+        return {
+            "ranks": result.numbers,
+            "generations": [in_summary(record) | {"time": when} for record, when in history],
+        }
 
 
 def in_summary(record: Record) -> dict[str, Any]:

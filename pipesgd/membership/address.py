@@ -28,15 +28,15 @@ class Address(NamedTuple):
 
     @property
     def host(self) -> str:
-        """Address alone."""
-        return self.shown.partition(" ")[0]
+        """Address alone; empty if the interface has none, or its address is not known."""
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.ip_address(self.shown.partition(" ")[0]))
+        return ""
 
     @property
     def stays_near(self) -> bool:
         """True if other machines cannot reach it."""
-        with contextlib.suppress(ValueError):  # an interface may have none
-            return _stays_near(self.host)
-        return False
+        return self.host != "" and _stays_near(self.host)
 
 
 def own_address() -> Address:
@@ -76,7 +76,7 @@ def unreachable(addresses: Sequence[Address], number: Callable[[int], int] = int
     firsts: dict[str, int] = {}
     for rank, found in enumerate(addresses):
         first = firsts.setdefault(found.host, rank)
-        if not found.stays_near and addresses[first].network == found.network:
+        if not found.host or (not found.stays_near and addresses[first].network == found.network):
             continue
         what = "must have an address that other machines can reach"
         if not found.stays_near:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from io import BufferedRandom
 from pathlib import Path
@@ -61,7 +62,7 @@ class Appender:
     warning. After a failure the file is opened again. A file that was removed is created again, with a warning.
     """
 
-    BUFFERED_BYTES = 8192
+    BUFFERED_BYTES, BUFFERED_SECONDS = 8192, 1.0
 
     def __init__(self, path: Path):
         self._path = path
@@ -69,13 +70,15 @@ class Appender:
         self._descriptor: int | None = None
         self._warned = False
         self._is_dropped = False
+        self._attempted = 0.0
+        """Time of the last attempt to write."""
 
     def write(self, data: bytes) -> None:
         """Append ``data``, now or with a later write."""
         if self._is_dropped:
             return
         self._waiting += data
-        if len(self._waiting) >= self.BUFFERED_BYTES:
+        if len(self._waiting) >= self.BUFFERED_BYTES or time.monotonic() - self._attempted >= self.BUFFERED_SECONDS:
             self._attempt(sync=False)
 
     def flush(self) -> None:
@@ -105,6 +108,7 @@ class Appender:
     def _attempt(self, *, sync: bool) -> None:
         if self._is_dropped:
             return
+        self._attempted = time.monotonic()
         try:
             if self._descriptor is not None and sync and os.fstat(self._descriptor).st_nlink == 0:
                 warn(f"{self._path} was removed; it is created again, without its former content")

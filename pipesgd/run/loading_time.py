@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,16 +62,16 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def hint(exposed: Sequence[ExposedLoading | None], number: Callable[[int], int] = int) -> str | None:
+def hint(exposed: Sequence[ExposedLoading | None], numbers: Sequence[int]) -> str | None:
     """Return a line on more loader workers, if they would hide what the rank that waits longest waits for.
 
-    ``number`` returns the number by which a message names a rank.
+    Ranks have these ``numbers``.
     """
-    known = [(one.share, rank, one.hidden_by) for rank, one in enumerate(exposed) if one is not None]
+    known = [(one.share, rank, one.hidden_by) for rank, one in zip(numbers, exposed, strict=True) if one is not None]
     share, rank, workers = max(known, default=(0.0, 0, None))
     if share < SHOWN_SHARE or workers is None:
         return None
     return (
-        f"hint: rank {number(rank)} spent {share:.0%} of its time waiting for batches; its machine has free cores, and "
+        f"hint: rank {rank} spent {share:.0%} of its time waiting for batches; its machine has free cores, and "
         f"--loader-workers {workers} loads them during computation"
     )

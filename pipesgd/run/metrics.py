@@ -113,7 +113,7 @@ def slowest_rank(compute: Sequence[float | None], iteration: float) -> tuple[int
 def number_of(place: int, summary: Mapping[str, Any]) -> int:
     """Return the number of the rank at ``place`` in the lists ``..._of_ranks`` of a ``summary``: others may be lost."""
     with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
-        return int(summary["generations"][-1]["members"][place])
+        return int(summary["ranks"][place])
     return place
 
 

@@ -31,6 +31,8 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 ATTEMPTS_FILE = "attempts.jsonl"
 REPORT_FILE = "report.html"
+RESULTS = (REPORT_FILE, SUMMARY_FILE, METRICS_FILE, WEIGHTS_FILE, TRACE_FILE, CLUSTER_FILE)
+"""Files of which the end of a run tells, in this order, if they are there."""
 
 TAKEN = "output folder taken"
 """Mark, before the name of rank 0's folder, of a job that has taken it: torchrun's restarts continue the run in it."""

@@ -26,6 +26,8 @@ from pipesgd.strategies import start_iterations
 class Result:
     """Results of a run."""
 
+    numbers: list[int]
+    """Numbers, in the job, of the ranks of which each list here tells."""
     iterations: int
     wall_seconds: float
     train_loss: float
@@ -156,7 +158,9 @@ def summarize(config: TrainConfig, ranks: Ranks, result: Result, history: Histor
         "loading_share_of_ranks": [None if one is None else one.share for one in result.exposed_loading],
         "wire_bytes_per_iteration": round(sum(map(int, window)) / len(window)) if len(window) else None,
         "skipped_updates": int(history.known("skipped").sum()) + result.skipped_at_end,
-        "nonfinite_gradients_of_ranks": {ranks.number(rank): own for rank, own in enumerate(result.nonfinite) if own},
+        "nonfinite_gradients_of_ranks": {
+            rank: own for rank, own in zip(result.numbers, result.nonfinite, strict=True) if own
+        },
         "final": {
             "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
             "train_losses_left_out": result.train_losses_left_out,

@@ -46,6 +46,18 @@ def test_after_a_failure_nothing_more_is_run_and_everybody_gets_it() -> None:
     assert ran == [0]
 
 
+def test_a_gpu_without_room_for_a_stream_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(CommunicationThread, "_in_order", lambda thread, job: job)
+    thread = CommunicationThread(torch.device("cuda"))
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        thread.submit(lambda: None).result(5)
+    thread.close()
+
+
 def test_a_closed_thread_refuses_jobs_at_once() -> None:
     """A caller would wait forever for a job that nobody runs."""
     thread = CommunicationThread(torch.device("cpu"))

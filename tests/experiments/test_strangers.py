@@ -11,7 +11,7 @@ from experiments import forked_ranks
 from experiments.strangers import CONNECTIONS, EARLY, FORGER, KINDS, Ended, harm, others, rows_of
 from pipesgd import keys
 
-WELL = Ended(codes=[0, 0, 0], text="", weights="a", seconds_before=0.05, seconds_meanwhile=0.05, grown_bytes=0)
+WELL = Ended(codes=[0, 0, 0], text="", weights="a", seconds=0.05, grown_bytes=2_000_000)
 FORGED = "warning: rank 1: 3 values were forged in the store of the job"
 
 
@@ -22,7 +22,9 @@ FORGED = "warning: rank 1: 3 values were forged in the store of the job"
         (FORGER, replace(WELL, text=FORGED), ""),
         (FORGER, replace(WELL, text=f"{FORGED}\n{FORGED}"), "2 warnings of forged values"),
         (FORGER, replace(WELL, weights="b"), "other weights"),
-        (CONNECTIONS, replace(WELL, grown_bytes=6_000_000), "a rank has grown by 6.0 MB"),
+        (CONNECTIONS, replace(WELL, grown_bytes=6_000_000), ""),
+        (CONNECTIONS, replace(WELL, grown_bytes=8_000_000), "a rank has grown by 6.0 MB more"),
+        (FORGER, replace(WELL, grown_bytes=6_000_000), "a rank has grown by 6.0 MB more"),
         (CONNECTIONS, replace(WELL, cut_short="the ranks ended"), "the ranks ended"),
         (CONNECTIONS, replace(WELL, text="error: no heartbeat from rank 1"), "error: no heartbeat from rank 1"),
         (CONNECTIONS, replace(WELL, codes=[0, 1, 0], text="why"), "exit codes [0, 1, 0]: why"),

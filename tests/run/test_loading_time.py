@@ -43,11 +43,11 @@ def test_one_iteration_says_nothing() -> None:
 
 def test_the_hint_is_about_the_rank_that_waits_longest() -> None:
     slow = ExposedLoading(share=0.25, hidden_by=3)
-    line = hint([None, ExposedLoading(share=0.1, hidden_by=1), slow])
+    line = hint([None, ExposedLoading(share=0.1, hidden_by=1), slow], [0, 1, 2])
     assert line is not None
     assert line.startswith("hint: rank 2 spent 25% of its time waiting for batches; ")
     assert " --loader-workers 3 " in line
-    assert str(hint([slow], [7].__getitem__)).startswith("hint: rank 7 spent ")
-    assert hint([ExposedLoading(share=0.02, hidden_by=1)]) is None
-    assert hint([ExposedLoading(share=0.5, hidden_by=None)]) is None
-    assert hint([None]) is None
+    assert str(hint([slow], [7])).startswith("hint: rank 7 spent ")
+    assert hint([ExposedLoading(share=0.02, hidden_by=1)], [0]) is None
+    assert hint([ExposedLoading(share=0.5, hidden_by=None)], [0]) is None
+    assert hint([None], [0]) is None
