@@ -69,7 +69,7 @@ MOST_BYTES, MOST_TIMES, MOST_WORD_SECONDS = 5_000_000, 1.1, 2.0
 COMPLAINT = re.compile(r"(lost|silent|no heartbeat|has failed|stopped by|all ranks write a checkpoint)")
 REFUSED = re.compile(r"(secret-file must be|another certificate|another secret)")
 
-Attack = Callable[["Job"], None]
+Attack = Callable[["Job"], object]
 
 
 @dataclass
@@ -184,13 +184,7 @@ def play(words: str | Sequence[str], attack: Attack, *, at_once: bool = False) -
 
 def come_not(seconds: float) -> Attack:
     """Return nobody, for some seconds."""
-
-    def wait(job: Job) -> None:
-        end = time.monotonic() + seconds
-        while job.runs() and time.monotonic() < end:
-            time.sleep(0.1)
-
-    return wait
+    return lambda job: job.wait(lambda: not job.runs(), seconds)
 
 
 def connect(number: int) -> Attack:
@@ -361,11 +355,8 @@ def others(transport: str, folder: Path) -> Row:
         """Note when both sides have said so."""
         nonlocal took
         begin, log = time.monotonic(), job.folder / "log"
-        while time.monotonic() < begin + MOST_WORD_SECONDS:
-            if len(refusals(log.read_text(encoding="utf-8", errors="replace"))) > 1:
-                took = time.monotonic() - begin
-                break
-            job.look(0.02)
+        if job.wait(lambda: len(refusals(log.read_text("utf-8", "replace"))) > 1, MOST_WORD_SECONDS):
+            took = time.monotonic() - begin
 
     ended = play(words, wait_for_both, at_once=True)
     said = refusals(ended.text)

@@ -111,7 +111,8 @@ class Training:
             for _ in modes
         ]
         self._strategies: list[Pipelined] = []
-        transport = "tls" if config.transport == "tls" else "gloo"  # as the timed sums; nobody may read these
+        # gloo has the sums that are timed, too; but their values are no secret, as gradients are.
+        transport = "tls" if config.transport == "tls" else "gloo"
         for number, (way, scaler) in enumerate(zip(modes, self._scalers, strict=True)):
             own = copy.deepcopy(model).train()
             optimizer = build_optimizer(config.optimization, own)

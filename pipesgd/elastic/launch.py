@@ -64,7 +64,7 @@ def launch_elastic(
     heard = [number for number in FORWARDED if number != signal.SIGHUP or not under_nohup]
     before = {number: signal.signal(number, forward) for number in heard}
     codes: dict[int, int] = {}
-    end: threading.Timer | None = None
+    end = threading.Timer(LEFT_SECONDS, end_those_stopped)
     try:
         for local in range(ranks):
             own = variables_of_rank(
@@ -82,8 +82,7 @@ def launch_elastic(
             code = codes[rank] = started[rank].returncode = os.waitstatus_to_exitcode(status)
             last = last if rank in killed else code
             if code in (0, EXIT_TRY_AGAIN) or code > 128:  # no loss: perhaps the others end, too
-                if end is not None:
-                    end.cancel()
+                end.cancel()
                 end = threading.Timer(LEFT_SECONDS, end_those_stopped)
                 end.daemon = True
                 end.start()
@@ -95,8 +94,7 @@ def launch_elastic(
                 process.kill()
         raise
     finally:
-        if end is not None:
-            end.cancel()
+        end.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0 if 0 in codes.values() else last if last > 0 else 128 - last

@@ -96,7 +96,7 @@ def _address_of_own_name() -> str:
     """
     with contextlib.suppress(OSError, UnicodeError):  # the latter for a name that is none by its length
         for family, kind, protocol, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            if family == socket.AF_INET6 and ipaddress.ip_address(place[0]).is_link_local:
+            if _is_of_one_link(str(place[0])):
                 continue
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as own:
                 own.bind(place)
@@ -124,7 +124,12 @@ def _chosen_interfaces() -> list[str]:
 
 def _stays_near(address: str) -> bool:
     """Return True if other machines cannot use ``address``: loopback's, or one that is valid on a single link."""
-    return (own := ipaddress.ip_address(address)).is_loopback or (own.version == 6 and own.is_link_local)
+    return ipaddress.ip_address(address).is_loopback or _is_of_one_link(address)
+
+
+def _is_of_one_link(address: str) -> bool:
+    """Return True if ``address`` is one of IPv6 that is valid on a single link, which it does not name."""
+    return (own := ipaddress.ip_address(address)).version == 6 and own.is_link_local
 
 
 def _interface_addresses(more: Sequence[str] = ()) -> dict[str, list[str]]:

@@ -169,9 +169,10 @@ def calibrate_briefly(
 
     codec = config.compression.codec
     searched = AUTO_CODECS if "codec" in config.planning.auto else (codec,)
-    measured = [name for name in MEASURED_ALL_REDUCES if name in (RING, config.wire.all_reduce)]
     if "all-reduce" in config.planning.auto:
         measured = [name for name in DEFAULT_ALL_REDUCES if goes_with(config, name)]
+    else:
+        measured = [name for name in MEASURED_ALL_REDUCES if name in (RING, config.wire.all_reduce)]
     nbytes = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
     with torch.random.fork_rng(devices=[]):
         found = measure(
