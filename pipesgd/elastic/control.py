@@ -126,7 +126,7 @@ class ControlConnections(Greeter):
         if peer is None or peer.sock is None:
             return
         peer.outgoing += [memoryview(one) for one in encode(letter)]
-        self._send(rank, peer)
+        self._send(peer)
 
     def is_busy(self, rank: int) -> bool:
         """Return True if a large letter to a member has not left yet."""
@@ -161,7 +161,7 @@ class ControlConnections(Greeter):
                 self.handle(fd)
             elif (peer := self._peers[of_peers[fd]]).sock is not None and peer.sock.fileno() == fd:
                 if event & select.POLLOUT:
-                    self._send(of_peers[fd], peer)
+                    self._send(peer)
                 if event & ~select.POLLOUT:
                     self._receive(of_peers[fd], peer)
         now = time.monotonic()
@@ -196,6 +196,8 @@ class ControlConnections(Greeter):
 
     def _connected(self, rank: int, sock: socket.socket) -> None:
         peer = self._peers[rank]
+        if peer.sock is not None:  # the other end has given that one up
+            self._receive(rank, peer)
         if peer.is_dead or peer.is_behind:  # it does not know yet that it was left behind
             # Again, until its process has ended: this may not arrive.
             peer.again = time.monotonic() + TOLD_AGAIN_SECONDS if rank < self._rank else math.inf
@@ -203,7 +205,7 @@ class ControlConnections(Greeter):
                 sock.send(b"".join(encode(self.last_word)))
             close(sock)
             return
-        was_broken = peer.tell < math.inf
+        was_broken = peer.sock is not None or peer.tell < math.inf
         self._drop(peer)
         peer.sock, peer.since = sock, time.monotonic()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -255,7 +257,7 @@ class ControlConnections(Greeter):
 
     # ---- Bytes
 
-    def _send(self, rank: int, peer: _Peer) -> None:
+    def _send(self, peer: _Peer) -> None:
         assert peer.sock is not None
         try:
             while peer.outgoing:
@@ -267,8 +269,10 @@ class ControlConnections(Greeter):
                     peer.outgoing.popleft()
         except _BLOCKED:
             return
-        except OSError:
-            self._ended(rank, peer)
+        except OSError:  # receiving finds the end, after what has come before it
+            peer.outgoing.clear()
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(peer.sock, socket.SHUT_RDWR)  # not TLS's own, which would read on in clear
 
     def _receive(self, rank: int, peer: _Peer) -> None:
         assert peer.sock is not None
