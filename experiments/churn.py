@@ -91,7 +91,7 @@ def trained(words: str, chance: random.Random | None, every: float) -> tuple[dic
             starts += 1
             killed += sum(code == -signal.SIGKILL for code in ended.codes.values())
             left = {code for code in ended.codes.values() if code != -signal.SIGKILL}
-            if left == {0}:
+            if left == {0} and not ended.hung:
                 return json.loads((folder / "run" / SUMMARY_FILE).read_text(encoding="utf-8")), killed, starts
             if left != {128 + signal.SIGTERM} or ended.hung:
                 log = (folder / "log").read_text(encoding="utf-8", errors="replace")

@@ -5,11 +5,9 @@ Unlike those of ``forked_ranks``, the others are left alone when one has ended: 
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import itertools
-import json
 import os
 import signal
 import sys
@@ -20,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.forked_ranks import fork_rank, store, trained
+from experiments.rank_notes import Notes, begin_notes
 from experiments.watched_ranks import WatchedRanks
 from pipesgd.comm.tcp import TcpLinks
 from pipesgd.elastic.control import ControlConnections
-from pipesgd.elastic.run import ElasticRun
+from pipesgd.elastic.units import Units
 from pipesgd.pipeline.pipeline import Pipeline
 from pipesgd.run.checkpoint import Checkpoints
 
@@ -38,6 +37,10 @@ CALLS: dict[str, tuple[Any, str]] = {
     CHECKPOINT: (Checkpoints, "save"),
 }
 """Functions in whose calls a rank can be killed, by the name of the phase."""
+LAST_SEND = "last send"
+"""Phase before a rank sends the last part of a sum: the next rank lacks it then, which all others have."""
+OTHERS_SECONDS = 0.03
+"""Seconds before a kill in that phase, in which the others get what they can."""
 MESSAGES = ("Prepare", "Promise", "Level", "Fetch", "Results", "Accept", "Accepted", "Decided")
 """Messages of a change, at whose sending a rank can be killed."""
 HANGS_SECONDS = 100.0
@@ -52,9 +55,9 @@ class Kill:
 
     rank: int
     phase: str
-    """Key of ``CALLS``, or one of ``MESSAGES``."""
+    """Key of ``CALLS``, ``LAST_SEND``, or one of ``MESSAGES``."""
     call: int
-    """Number of the call of the phase's function, from 0, or of the message among its kind."""
+    """Number of the call of the phase's function, from 0, of the sum, or of the message among its kind."""
     seconds: float = 0.0
     """Seconds from the begin of the call to the kill."""
     stop: bool = False
@@ -69,9 +72,15 @@ class Ended:
     """Exit code of each rank, negative for a signal."""
     times: dict[int, float] = field(default_factory=dict)
     """Time at which each process had ended, in seconds of ``time.monotonic``."""
-    iterations: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Iterations that each rank has completed, and when, of ranks that came to their end."""
+    notes: dict[int, Notes] = field(default_factory=dict)
+    """Notes of each rank."""
     hung: bool = False
+
+    @property
+    def was_killed(self) -> set[int]:
+        """Ranks whose own kill has ended them."""
+        kills = (-signal.SIGKILL, -signal.SIGALRM)
+        return {rank for rank, code in self.codes.items() if code in kills and self.notes[rank].kills}
 
 
 def run(
@@ -96,12 +105,10 @@ def run(
             ranks.look()
             meanwhile(ranks.pids)
             hung = bool(ranks.pids) and time.monotonic() >= until
-    ended = Ended(ranks.codes, ranks.ends, hung=hung)
-    for rank in ended.codes:
-        with contextlib.suppress(FileNotFoundError):
-            found = json.loads((folder / f"iterations-{rank}.json").read_text(encoding="utf-8"))
-            ended.iterations[rank] = [(iteration, when) for iteration, when in found]
-    return ended
+    notes = {rank: Notes(folder, rank) for rank in sorted(ranks.codes)}
+    for one in notes.values():
+        one.refresh()
+    return Ended(ranks.codes, ranks.ends, notes, hung)
 
 
 def fork(words: str, rank: int, world_size: int, folder: Path, port: int, kills: Sequence[Kill]) -> int:
@@ -110,37 +117,24 @@ def fork(words: str, rank: int, world_size: int, folder: Path, port: int, kills:
     def train_here() -> object:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # of the process that has forked this one
         faulthandler.dump_traceback_later(HANGS_SECONDS, file=sys.stderr)
-        done = _note_iterations()
+        write = begin_notes(folder, rank)
         for kill in kills:
             if kill.rank == rank:
-                _arm(kill)
-        code = trained(words, folder)
-        (folder / f"iterations-{rank}.json").write_text(json.dumps(done), encoding="utf-8")
-        return code
+                _arm(kill, write)
+        return trained(words, folder)
 
     return fork_rank(train_here, rank, world_size, folder, port)
 
 
-def _note_iterations() -> list[tuple[int, float]]:
-    """Note the iterations that this process completes from now on, in the list that is returned."""
-    done: list[tuple[int, float]] = []
-    iterate = ElasticRun._iterate
-
-    def noted(self: ElasticRun, iteration: int, *others: Any) -> Any:
-        found = iterate(self, iteration, *others)
-        done.append((iteration, time.monotonic()))
-        return found
-
-    ElasticRun._iterate = noted  # type: ignore[method-assign, assignment]
-    return done
-
-
-def _arm(kill: Kill) -> None:
+def _arm(kill: Kill, write: Callable[[Any], None]) -> None:
     """Let this process be killed as ``kill`` says; the kernel's timer kills it, as abruptly as SIGKILL."""
     calls = itertools.count()
 
     def look() -> None:
         if next(calls) == kill.call:
+            write(kill.phase)
+            if kill.phase == LAST_SEND:
+                time.sleep(OTHERS_SECONDS)
             if kill.stop:
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif kill.seconds > 0:
@@ -158,6 +152,9 @@ def _arm(kill: Kill) -> None:
 
         ControlConnections.send = sending  # type: ignore[method-assign]
         return
+    if kill.phase == LAST_SEND:
+        _before_last_sends(look)
+        return
     owner, name = CALLS[kill.phase]
     function = getattr(owner, name)
 
@@ -166,3 +163,26 @@ def _arm(kill: Kill) -> None:
         return function(*arguments, **named)
 
     setattr(owner, name, called)
+
+
+def _before_last_sends(look: Callable[[], None]) -> None:
+    """Call ``look`` before the last message that this process sends in a sum, as far as the one before tells it."""
+    run, begin = Units._run, TcpLinks.begin
+    sent = before = 0
+    is_sum = False
+
+    def running(self: Units, unit: Any) -> Any:
+        nonlocal sent, before, is_sum
+        before = sent if is_sum else before
+        sent, is_sum = 0, unit.settles is not None
+        return run(self, unit)
+
+    def beginning(self: TcpLinks, *arguments: Any, outgoing: bool, **named: Any) -> Any:
+        nonlocal sent
+        sent += outgoing
+        if outgoing and is_sum and sent == before:
+            look()
+        return begin(self, *arguments, outgoing=outgoing, **named)
+
+    Units._run = running  # type: ignore[method-assign]
+    TcpLinks.begin = beginning  # type: ignore[method-assign]

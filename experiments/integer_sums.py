@@ -93,6 +93,12 @@ def slice_of(spans: Sequence[Span], iteration: int, member: int) -> int:
     return given_back[n] if n < len(given_back) else fresh + n - len(given_back)
 
 
+def summed_by(generations: Sequence[Mapping[str, Any]], iteration: int) -> list[int]:
+    """Return the members whose gradients the mean of ``iteration`` has."""
+    members: list[int] = next(one for one in reversed(generations) if one["iterations_done"] <= iteration)["members"]
+    return members
+
+
 def replayed(summary: Mapping[str, Any], iterations: int) -> Tensor:
     """Return the weights after ``iterations``, (VALUES,), given what summary.json says of the members."""
     samples = all_values(SAMPLES)
@@ -102,10 +108,10 @@ def replayed(summary: Mapping[str, Any], iterations: int) -> Tensor:
     spans = spans_of(generations)
     weights = torch.zeros(VALUES)
     for iteration in range(iterations):
-        summed_by = next(one for one in reversed(generations) if one["iterations_done"] <= iteration)["members"]
+        those = summed_by(generations, iteration)
         total = torch.zeros(VALUES)
-        for member in summed_by:
+        for member in those:
             start = slice_of(spans, iteration, member) % length * BATCH
             total += samples[start : start + BATCH].sum(0) / BATCH
-        weights -= total / len(summed_by)
+        weights -= total / len(those)
     return weights

@@ -5,13 +5,14 @@
 Runs of 2 to 6 ranks on this machine's loopback, forked from this process, lose one rank after another until one or two
 are left. Each is killed in a phase that is drawn: while it computes, at a hop of a sum, before it waits for a mean and
 applies it, in an evaluation, in a checkpoint, or when it sends one of the messages of the change that another kill has
-caused. A run is right if every rank that was not killed ends with code 0, all of them with the same weights,
-and if every slice of samples was used in exactly one iteration, which is computed from the generations in
-summary.json alone.
+caused. A run is right if every rank that was not killed ends with code 0; if all of them, and those that were killed
+until then, have the same weights after each iteration, but for the last one of a rank that was killed, which may hold a
+mean that the others have summed without it; and if each took the slices of samples that the generations say, each of
+which was summed in exactly one iteration.
 
 A kill's time is from the end of the process, as the kernel tells it, to the first iteration that needs a mean of those
-who remain, at the slowest of them, less a median iteration. Finished runs are kept in runs/survivors.json, by a hash of
-the code: the same command continues where it was stopped.
+who remain, at the slowest of them, less a median iteration; from the first end, if others died in the change. Finished
+runs are kept in runs/survivors.json, by a hash of the code: the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import statistics
 import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +34,19 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments import command, elastic_ranks, forked_ranks, watched_ranks
-from experiments.elastic_ranks import CALLS, CHECKPOINT, COMPUTING, EVALUATION, MESSAGES, Ended, Kill
-from experiments.integer_sums import rest, slice_of, span_at, spans_of
+from experiments import command, elastic_ranks, forked_ranks, integer_sums, rank_notes, watched_ranks
+from experiments.elastic_ranks import CALLS, CHECKPOINT, COMPUTING, EVALUATION, LAST_SEND, MESSAGES, Ended, Kill
 from experiments.kept_runs import KeptRuns
+from experiments.rank_notes import Wrong, check_notes, check_slices, generations_of
 from experiments.results import save, sources
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 
 STATE = Path("runs/survivors.json")
 """File of the kept runs, below the folder where the command is started."""
-HARNESS = tuple(Path(str(one.__file__)) for one in (elastic_ranks, forked_ranks, watched_ranks))
+HARNESS = tuple(
+    Path(str(one.__file__)) for one in (elastic_ranks, forked_ranks, integer_sums, rank_notes, watched_ranks)
+)
 ITERATIONS, EVERY = 100, 20
 """Iterations of a run, and about how many lie between two kills."""
 WORDS = (
@@ -52,8 +55,12 @@ WORDS = (
 )
 OPTIONS = ("--width 2 --codec int8", "--width 2 --codec int4", "--width 1 --codec int8", "--width 3 --codec fp32")
 """Options added to ``WORDS``, one of them in each run."""
-RUNS, QUICK_RUNS = 340, 6
+LEVELLING, LED = ("Level", "Fetch", "Results"), ("Prepare", "Accept", "Decided")
+"""Messages by which a rank gets a mean that others have, and those that only the first living rank sends."""
+RUNS, QUICK_RUNS = 370, 6
 """Runs, which kill about three ranks each."""
+LEAST_KILLS = 10
+"""Kills in each phase in all these runs, at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,90 +70,89 @@ class Survived:
     run: int
     options: str
     ranks: int
-    kills: list[tuple[int, str, int]]
-    """Rank, phase and call of each kill that was armed."""
-    killed: int
-    """Ranks that were killed; a kill in a message that was never sent hits nobody."""
+    phases: list[str]
+    """Phase of each kill; one in a message that was never sent hits nobody, and is not among them."""
     left: int
     right: bool
     problem: str
     """Description of what was wrong; empty if nothing was."""
     seconds: list[float]
-    """Seconds of each change, as the module says."""
+    """Seconds of each change, as the module says; one after which no rank trained until its end has none."""
     deaths: list[int]
     """Number of deaths that it was about: of one rank, or of several until the others trained again."""
 
 
 def kills_of(chance: random.Random, ranks: int) -> list[Kill]:
     """Return the kills of a run: of all ranks but one, in an order that is drawn."""
-    order = chance.sample(range(ranks), ranks - 1)
-    kills = []
-    for place, rank in enumerate(order):
-        at = EVERY // 2 + EVERY * place * 4 // max(4, ranks - 1)
-        phase = chance.choice([*CALLS, "message"])
-        if phase == "message" and place == 0:
-            phase = COMPUTING  # there is no change yet
-        call = {EVALUATION: at // 9, CHECKPOINT: at // 12, "hop": at * 4 * (ranks - 1)}.get(phase, at)
-        if phase == "message":
-            phase, call = chance.choice(MESSAGES), chance.randrange(2)
+    living, kills, hops, before = list(range(ranks)), list[Kill](), 0, 0
+    while len(living) > 1:
+        at = EVERY // 2 + EVERY * len(kills) * 4 // max(4, ranks - 1)
+        hops += 4 * (len(living) - 1) * (at - before)
+        before = at
+        phase = chance.choice([*CALLS, "message", "message"])
+        message = chance.choice(MESSAGES) if phase == "message" else ""
+        if message in LEVELLING and len(living) > 2:
+            # The rank after the first to die lacks a mean, which the first of the others has and tells it to fetch.
+            hit, sender = (living[0], living[1]) if message == "Fetch" else (living[1], living[0])
+            kills += [Kill(rank=hit, phase=LAST_SEND, call=at), Kill(rank=sender, phase=message, call=0)]
+            living = [one for one in living if one not in (hit, sender)]
+            continue
+        if message and kills:
+            phase, call = message, chance.randrange(2)
+        elif message:
+            phase, call = COMPUTING, at  # there is no change yet
+        else:
+            call = {EVALUATION: at // 9, CHECKPOINT: at // 12, "hop": hops}.get(phase, at)
+        rank = living.pop(0 if message in LED else chance.randrange(message != "", len(living)))
         kills.append(Kill(rank=rank, phase=phase, call=call, seconds=chance.choice([0.0, chance.uniform(0, 0.005)])))
     return kills
 
 
-def slices_missing(summary: Mapping[str, Any], iterations: int) -> str:
-    """Return what is wrong with the slices of samples, given the generations of a run; empty if nothing is."""
-    generations = summary["generations"]
-    spans = spans_of(generations)
-    used: Counter[int] = Counter()
-    for iteration in range(iterations):
-        used.update(slice_of(spans, iteration, member) for member in span_at(spans, iteration)[1])
-    used -= Counter(
-        number for generation in generations for lost in generation["lost"] for number in lost["slices_given_back"]
-    )
-    waiting, end = rest(spans[-1], iterations)
-    wrong = [number for number in range(end) if used[number] != (0 if number in waiting else 1)]
-    return f"slices {wrong[:5]} were used {[used[one] for one in wrong[:5]]} times" if wrong else ""
-
-
-def problem_of(ended: Ended, kills: Sequence[Kill], folder: Path, ranks: int) -> str:
+def problem_of(ended: Ended, folder: Path, width: int) -> str:
     """Return what is wrong with the end of a run; empty if nothing is."""
-    armed = {kill.rank for kill in kills}
+    killed = ended.was_killed
     if ended.hung:
         return "it hung"
-    if wrong := {rank: code for rank, code in ended.codes.items() if code != 0 and not (rank in armed and code < 0)}:
+    if wrong := {rank: code for rank, code in ended.codes.items() if code != 0 and rank not in killed}:
         return f"exit codes {wrong}"
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
-    left = [rank for rank in range(ranks) if ended.codes[rank] == 0]
+    left = ended.codes.keys() - killed
     if not summary["replicas_identical"] or summary["iterations"] != ITERATIONS:
         return "the weights differ"
-    if not set(left) <= set(summary["generations"][-1]["members"]):
-        return f"members {summary['generations'][-1]['members']} at the end, of {left}"
-    return slices_missing(summary, ITERATIONS)
+    if not left <= set(summary["generations"][-1]["members"]):
+        return f"members {summary['generations'][-1]['members']} at the end, of {sorted(left)}"
+    taken = {(one.number, rank): one.slice for rank, notes in ended.notes.items() for one in notes.iterations}
+    try:
+        check_notes(ended.notes, killed, width)
+        check_slices(summary["generations"], ITERATIONS, taken)
+    except Wrong as wrong:
+        return str(wrong)
+    return ""
 
 
-def seconds_of(ended: Ended, summary: Mapping[str, Any], width: int) -> list[tuple[int, float]]:
+def seconds_of(ended: Ended, width: int) -> list[tuple[int, float]]:
     """Return the deaths and the seconds of each change that a death has caused.
 
     Changes that follow each other before a mean of those who remain has been needed are one.
     """
-    paces = [b - a for done in ended.iterations.values() for (_, a), (_, b) in itertools.pairwise(done)]
-    pace = statistics.median(paces)
+    done = {rank: notes.iterations for rank, notes in ended.notes.items()}
+    pace = statistics.median(b.time - a.time for one in done.values() for a, b in itertools.pairwise(one))
     found: list[tuple[int, float]] = []
     joined: list[dict[str, Any]] = []
-    for generation in summary["generations"][1:]:
+    for generation in generations_of(ended.notes)[1:]:
         if joined and generation["iterations_done"] == joined[-1]["iterations_done"]:
             generation = generation | {"lost": [*joined.pop()["lost"], *generation["lost"]]}
         joined.append(generation)
     for generation in joined:
         ends = [ended.times[one["rank"]] for one in generation["lost"] if ended.codes[one["rank"]] < 0]
         needs = generation["iterations_done"] + width - 1
-        after = [
-            min((when for iteration, when in done if iteration >= needs and when > max(ends)), default=None)
-            for rank, done in ended.iterations.items()
-            if ends and ended.codes[rank] == 0
-        ]
-        if after and None not in after:
-            found.append((len(ends), max(one for one in after if one is not None) - max(ends) - pace))
+        after = {
+            rank: min((one.time for one in done[rank] if one.number >= needs and one.time > max(ends)), default=None)
+            for rank in (generation["members"] if ends else [])
+        }
+        times = [one for one in after.values() if one is not None]
+        if times and all(after[rank] is not None for rank in after if ended.codes[rank] == 0):
+            found.append((len(ends), max(times) - min(ends) - pace))
     return found
 
 
@@ -154,23 +160,19 @@ def survived(run: int, seed: int, output: Path) -> Survived:
     """Make one run; keep its log in ``output`` if it ends wrongly."""
     chance = random.Random(f"{seed}/{run}")
     ranks, options = chance.randint(2, 6), OPTIONS[run % len(OPTIONS)]
-    kills = kills_of(chance, ranks)
+    width = int(options.split()[1])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ended = elastic_ranks.run(f"{WORDS} {options}", ranks, folder, kills)
-        problem = problem_of(ended, kills, folder, ranks)
-        seconds: list[tuple[int, float]] = []
+        ended = elastic_ranks.run(f"{WORDS} {options}", ranks, folder, kills_of(chance, ranks))
+        problem = problem_of(ended, folder, width)
         if problem:
             shutil.copy(folder / "log", output / f"survivors.run-{run}.log")
-        else:
-            summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
-            seconds = seconds_of(ended, summary, int(options.split()[1]))
+        seconds = [] if problem else seconds_of(ended, width)
     return Survived(
         run=run,
         options=options,
         ranks=ranks,
-        kills=[(kill.rank, kill.phase, kill.call) for kill in kills],
-        killed=sum(code < 0 for code in ended.codes.values()),
+        phases=[phase for notes in ended.notes.values() for phase in notes.kills],
         left=sum(code == 0 for code in ended.codes.values()),
         right=not problem,
         problem=problem,
@@ -190,7 +192,7 @@ def compute(number: int, seed: int, kept: KeptRuns[Survived], output: Path, cons
             console,
             "runs",
             named=lambda run: f"run {run}:",
-            told=lambda row: f"{row.killed} killed, {row.left} left {row.problem}",
+            told=lambda row: f"{len(row.phases)} killed, {row.left} left {row.problem}",
         ).values()
     )
 
@@ -208,10 +210,16 @@ def lines_of(changes: Sequence[tuple[int, float]]) -> list[dict[str, str]]:
 
 
 def show(rows: Sequence[Survived]) -> None:
-    """Print how the runs ended, and how long changes took."""
-    killed, right = sum(row.killed for row in rows), sum(row.right for row in rows)
+    """Print how the runs ended, where ranks were killed, and how long changes took."""
     changes = [pair for row in rows for pair in zip(row.deaths, row.seconds, strict=True)]
-    command.show(f"{right} of {len(rows)} elastic runs ended rightly, {killed} ranks killed", lines_of(changes))
+    command.show(f"{sum(row.right for row in rows)} of {len(rows)} elastic runs ended rightly", lines_of(changes))
+    command.show("ranks killed", [{"phase": phase, "": str(number)} for phase, number in phases_of(rows).items()])
+
+
+def phases_of(rows: Sequence[Survived]) -> dict[str, int]:
+    """Return the kills in each phase."""
+    found = Counter(phase for row in rows for phase in row.phases)
+    return {phase: found[phase] for phase in (*CALLS, LAST_SEND, *MESSAGES)}
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
@@ -231,8 +239,11 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     kept = KeptRuns(STATE.resolve(), Survived, fresh=arguments.fresh)
     number = arguments.runs or (QUICK_RUNS if arguments.quick else RUNS)
     found = compute(number, arguments.seed, kept, arguments.output, console)
-    left_out = ("kills", "deaths", "seconds")
-    rows = [{name: value for name, value in dataclasses.asdict(one).items() if name not in left_out} for one in found]
+    rows = [
+        {name: value for name, value in dataclasses.asdict(one).items() if name not in ("phases", "deaths", "seconds")}
+        | {"killed": len(one.phases), "phases": "; ".join(one.phases)}
+        for one in found
+    ]
     changes: list[dict[str, Any]] = [
         {"run": one.run, "ranks": one.ranks, "options": one.options, "deaths": deaths, "seconds": seconds}
         for one in found
@@ -244,6 +255,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     show(found)
     if wrong := [f"{one.run} ({one.problem})" for one in found if not one.right]:
         raise RunError(f"every run must end as the protocol says; not so: {', '.join(wrong)}")
+    if number >= RUNS and (rare := [phase for phase, kills in phases_of(found).items() if kills < LEAST_KILLS]):
+        raise RunError(f"at least {LEAST_KILLS} ranks must be killed in each phase; not so in {', '.join(rare)}")
 
 
 if __name__ == "__main__":

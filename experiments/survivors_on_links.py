@@ -9,7 +9,8 @@ Runs of 2 to 5 ranks, one on each machine, at 200 Mbit/s (int8, width 2, emulate
     cable       a machine's cable is pulled for a while
     one way     all packets that a machine sends are lost for a while, and none that it receives
     parts       the network falls into parts, such as 3|2, for a while or until the end
-    power       the first of two machines loses its power: its cable is pulled, and its process killed
+    first       the rank of the first of two machines is killed, each of which has a pipesgd.launch
+    power       that machine loses its power: its cable is pulled, and its processes are killed
 
 What must come is computed from the rules of membership alone before the fault: who continues, who is left behind, and
 who waits in vain for a majority, keeps what it has aside, and ends with code 75, from where one rank then continues. If
@@ -25,6 +26,7 @@ by a hash of the code: the same command continues where it was stopped.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -49,15 +51,16 @@ from experiments import (
     elastic_ranks,
     forked_ranks,
     integer_sums,
+    rank_notes,
     ranks_on_links,
     survivors,
     watched_ranks,
 )
-from experiments.integer_sums import slice_of, span_at, spans_of
 from experiments.kept_runs import KeptRuns
-from experiments.ranks_on_links import Iteration, RanksOnLinks, checksum
+from experiments.rank_notes import Iteration, Wrong, check_notes, check_slices, checksum, generations_of
+from experiments.ranks_on_links import RanksOnLinks
 from experiments.results import save, sources
-from experiments.survivors import lines_of, slices_missing
+from experiments.survivors import lines_of
 from experiments.testbed import Link, Testbed
 from pipesgd.errors import RunError
 from pipesgd.exit import EXIT_FAILED, EXIT_TRY_AGAIN
@@ -68,24 +71,30 @@ STATE = Path("runs/survivors_on_links.json")
 """File of the kept runs, below the folder where the command is started."""
 HARNESS = tuple(
     Path(str(module.__file__))
-    for module in (ranks_on_links, forked_ranks, survivors, integer_sums, accelerators, elastic_ranks, watched_ranks)
+    for module in (
+        *(ranks_on_links, forked_ranks, survivors, integer_sums, accelerators, elastic_ranks, rank_notes),
+        watched_ranks,
+    )
 )
 RATE = 200e6
 WIDTH = 2
 WORDS = (
     "--dataset digits --model experiments.accelerators:at_least=40ms --hidden-sizes 500 500 --batch-size 8 "
-    f"--width {WIDTH} --codec int8 --transport tcp --elastic 1 --timeout 120 --checkpoint-iterations 40 "
-    "--evaluate-iterations 30 --iterations 1000000"
+    f"--width {WIDTH} --codec int8 --transport tcp --elastic 1 --timeout 120 --evaluate-iterations 30 "
+    "--iterations 1000000"
 )
-KILL, STOP, CABLE, ONE_WAY, PARTS, POWER = "kill", "stop", "cable", "one way", "parts", "power"
+SELDOM, OFTEN = 40, 3
+"""Iterations between two checkpoints, and where a fault may fall into one in its first second."""
+KILL, STOP, CABLE, ONE_WAY, PARTS = "kill", "stop", "cable", "one way", "parts"
+FIRST, POWER = "first", "power"
 SHAPES = ((3, 2), (2, 2), (1, 1), (2, 1, 1))
 """Numbers of ranks in the parts of a network."""
-RUNS = {KILL: 44, STOP: 20, CABLE: 20, ONE_WAY: 20, PARTS: 160, POWER: 40}
+RUNS = {KILL: 44, STOP: 20, CABLE: 20, ONE_WAY: 20, PARTS: 160, FIRST: 40, POWER: 40}
 """Runs of each kind; those of kills have about three each, and those of silences four."""
 SHORT_SECONDS = {STOP: (0.5, 2.4), CABLE: (0.5, 1.5), ONE_WAY: (0.5, 1.5)}
 """Silences of which nobody is lost. After a cut, TCP sends again after up to twice its time."""
 MIDDLE_SECONDS, LONG_SECONDS, LONGEST_SECONDS = (2.5, 4.5), (5.0, 12.0), 60.0
-"""Silences of which a rank may be lost or not, those of which one is, and one in six of the latter."""
+"""Silences of which a rank may be lost or not, those of which one is, and that of each sixth run."""
 PART_SECONDS = (5.0, 8.0)
 WAIT_SECONDS, SHORT_WAIT_SECONDS = 90.0, 6.0
 """``--wait``, and where the network stays as it is."""
@@ -161,7 +170,7 @@ def who_continues(fault: Fault, members: Sequence[int]) -> list[int]:
     []
     """
     others = [one for one in members if one not in fault.ranks]
-    if fault.kind == KILL:
+    if fault.kind in (KILL, FIRST):
         return others
     if fault.kind == POWER or not fault.loses:
         return []
@@ -172,10 +181,10 @@ def who_continues(fault: Fault, members: Sequence[int]) -> list[int]:
     return list(left)
 
 
-def faults_of(kind: str, chance: random.Random, shape: Sequence[int]) -> list[Fault]:
+def faults_of(kind: str, chance: random.Random, shape: Sequence[int], run: int) -> list[Fault]:
     """Return the faults of a run, one after another, of as many ranks as ``shape`` has in all."""
     members = tuple(range(sum(shape)))
-    if kind == POWER:
+    if kind in (FIRST, POWER):
         return [Fault(kind=kind, ranks=(0,), seconds=FOR_EVER)]
     if kind == PARTS:
         order = chance.sample(members, len(members))
@@ -186,9 +195,9 @@ def faults_of(kind: str, chance: random.Random, shape: Sequence[int]) -> list[Fa
     if kind == KILL:
         return _kills(chance, members)
     faults = []
-    lengths = ((SHORT_SECONDS[kind], False), (MIDDLE_SECONDS, None), (SHORT_SECONDS[kind], False), (LONG_SECONDS, True))
+    lengths = ((SHORT_SECONDS[kind], False), (SHORT_SECONDS[kind], False), (LONG_SECONDS, True), (MIDDLE_SECONDS, None))
     for length, loses in lengths:
-        seconds = LONGEST_SECONDS if loses and chance.random() < 1 / 6 else chance.uniform(*length)
+        seconds = LONGEST_SECONDS if loses and run % 6 == 0 else chance.uniform(*length)
         faults.append(Fault(kind=kind, ranks=(chance.choice(members),), seconds=seconds, loses=loses))
     return faults
 
@@ -207,10 +216,6 @@ def _kills(chance: random.Random, members: tuple[int, ...]) -> list[Fault]:
 # ---- A run
 
 
-class Wrong(Exception):  # noqa: N818 (what a run is)
-    """A run has not ended as it must; the text says why."""
-
-
 class Faulty:
     """A run on a testbed, and what came of its faults."""
 
@@ -218,6 +223,7 @@ class Faulty:
         self.testbed, self.ranks, self._folder = testbed, ranks, folder
         self.members = [*range(testbed.nodes)]
         """Ranks that are not lost."""
+        self.played: list[Fault] = []
         self.lost: set[int] = set()
         self.seconds: list[float] = []
         self.deaths: list[int] = []
@@ -231,8 +237,11 @@ class Faulty:
         for number, fault in enumerate(faults):
             pause = AFTER_SILENCE_SECONDS if number and fault.kind != KILL else BETWEEN_SECONDS
             ranks.wait(lambda: False, chance.uniform(*pause))
-            if any(one not in self.members for one in fault.ranks):
-                continue  # it was lost before, as it could be
+            if len(self.members) == 1:
+                break  # the others were lost, as they could be
+            if not set(fault.ranks) <= set(self.members):
+                fault = dataclasses.replace(fault, ranks=(chance.choice(self.members),))
+            self.played.append(fault)
             try:
                 self._strike(fault)
             except Wrong as wrong:
@@ -269,6 +278,8 @@ class Faulty:
                 for number, rank in enumerate(fault.ranks):
                     time.sleep(fault.seconds if number else 0.0)
                     self.ranks.signal(rank, signal.SIGKILL)
+            case "first":
+                self.ranks.kill(fault.ranks[0])
             case "stop":
                 self.ranks.signal(fault.ranks[0], signal.SIGSTOP)
             case "cable":
@@ -280,6 +291,7 @@ class Faulty:
             case "power":
                 self.testbed.cut(fault.ranks[0])
                 self.ranks.signal(fault.ranks[0], signal.SIGKILL)
+                self.ranks.kill(fault.ranks[0])
 
     def _restore(self, fault: Fault) -> None:
         if fault.kind == STOP:
@@ -308,7 +320,9 @@ class Faulty:
             needs = settled[0] + WIDTH - 1 if settled else FOR_EVER
             return next((one for one in notes.iterations if one.number >= needs and one.time > begin), None)
 
-        if not ranks.wait(lambda: all(first(rank) for rank in left), MOST_SECONDS):
+        is_silence = fault.kind != KILL and fault.seconds < FOR_EVER
+        most = begin + fault.seconds - time.monotonic() if is_silence else MOST_SECONDS
+        if not ranks.wait(lambda: all(first(rank) for rank in left), most):
             raise Wrong(f"ranks {list(left)} did not continue; exit codes {ranks.codes}")
         self.seconds.append(max(one.time for rank in left if (one := first(rank))) - begin - pace)
         self.deaths.append(len(gone))
@@ -339,12 +353,16 @@ class Faulty:
         for rank in gone:
             is_killed = fault.kind in (KILL, POWER) and rank in fault.ranks
             code = -signal.SIGKILL if is_killed else EXIT_TRY_AGAIN if fault.seconds == FOR_EVER else EXIT_FAILED
+            if fault.kind == FIRST:
+                code = 128 + signal.SIGKILL  # of its launcher
             if ranks.codes[rank] != code:
                 raise Wrong(f"rank {rank} ended with code {ranks.codes[rank]}, not {code}")
             if code == EXIT_FAILED and ranks.said(f"rank {rank} was left behind") is None:
                 raise Wrong(f"rank {rank} did not say that it was left behind")
             if code == EXIT_TRY_AGAIN:
                 self._check_alone(rank)
+        if fault.kind in (PARTS, POWER):
+            self._check_checkpoints()
 
     def _check_alone(self, rank: int) -> None:
         """Check that what a rank without a majority had is there."""
@@ -368,47 +386,27 @@ class Faulty:
         ranks.look()
         if left and ranks.said("stopped by SIGTERM after iteration") is None:
             raise Wrong("those who were left did not end together")
-        self._check_notes(left)
-        if left:
-            self._check_checkpoints(left)
+        weights = check_notes(ranks.notes, self.lost, WIDTH)
+        if not left:
+            return
+        taken = {(one.number, rank): one.slice for rank, own in ranks.notes.items() for one in own.iterations}
+        check_slices(generations_of(ranks.notes), max(weights) + 1, taken)
+        newest, size = self._check_checkpoints()
+        if newest != max(weights) + 1 or size != len(left):
+            raise Wrong(f"the newest checkpoint is of iteration {newest} and {size} ranks")
 
-    def _check_notes(self, left: Sequence[int]) -> None:
-        """Check generations, weights and samples; ``left`` are those who came to the end."""
-        notes = self.ranks.notes
-        known: dict[int, dict[str, Any]] = {}
-        for rank, own in notes.items():
-            for one in own.generations:
-                told = {name: value for name, value in one.items() if name != "time"}
-                if known.setdefault(told["number"], told) != told:
-                    raise Wrong(f"rank {rank} is in a generation of its own: {told}")
-        first = {"number": 0, "members": [*range(len(notes))], "first_iteration": 0, "iterations_done": 0, "lost": []}
-        generations = [first, *(known[number] for number in sorted(known))]
-        spans = spans_of(generations)
-        model = notes[left[0] if left else max(notes, key=lambda one: len(notes[one].iterations))]
-        weights = {one.number: one.checksum for one in model.iterations}
-        for rank, own in notes.items():
-            differ = [one.number for one in own.iterations if weights.get(one.number, one.checksum) != one.checksum]
-            may = {own.iterations[-1].number} if rank in self.lost else set()
-            if not set(differ) <= may:
-                raise Wrong(f"the weights of rank {rank} differ after iterations {differ[:5]}")
-            for done in own.iterations:
-                if rank in span_at(spans, done.number)[1] and slice_of(spans, done.number, rank) != done.slice:
-                    raise Wrong(f"rank {rank} took slice {done.slice} in iteration {done.number}")
-        if left and (problem := slices_missing({"generations": generations}, model.iterations[-1].number + 1)):
-            raise Wrong(problem)
-
-    def _check_checkpoints(self, left: Sequence[int]) -> None:
-        """Check that the checkpoints that count are of the weights of those who came to the end."""
-        weights = {one.number + 1: one.checksum for one in self.ranks.notes[left[0]].iterations}
-        published = dict(CheckpointFolder(self._checkpoints).published())
-        if not published or max(published) != max(weights):
-            raise Wrong(f"the checkpoints that count are of iterations {sorted(published)}; {max(weights)} were done")
-        for iteration, path in published.items():
-            found = torch.load(path / "shared.pt", weights_only=True)
-            if checksum(found["state"]["parameters"].values()) != weights[iteration]:
-                raise Wrong(f"the checkpoint of iteration {iteration} has other weights")
-        if found["world_size"] != len(left):
-            raise Wrong(f"the newest checkpoint is of {found['world_size']} ranks, not of {len(left)}")
+    def _check_checkpoints(self) -> tuple[int, int]:
+        """Check the weights of the checkpoints that count; return the newest one's iteration and number of ranks."""
+        published = CheckpointFolder(self._checkpoints).published()
+        self.ranks.look(0.0)
+        weights, newest = check_notes(self.ranks.notes, self.lost, WIDTH), (0, 0)
+        for iteration, path in published:
+            with contextlib.suppress(FileNotFoundError):  # there are newer ones, and it was deleted
+                found = torch.load(path / "shared.pt", weights_only=True)
+                if checksum(found["state"]["parameters"].values()) != weights.get(iteration - 1):
+                    raise Wrong(f"the checkpoint of iteration {iteration} has other weights")
+                newest = max(newest, (iteration, found["world_size"]))
+        return newest
 
     def resume_alone(self) -> None:
         """Let one rank continue from what the rank without a majority had. Raises ``Wrong``."""
@@ -448,13 +446,15 @@ def describe(fault: Fault) -> str:
 def survived(kind: str, run: int, seed: int, output: Path) -> Survived:
     """Make one run; keep its log in ``output`` if it ends wrongly."""
     chance = random.Random(f"{seed}/{kind}/{run}")
-    shape = SHAPES[run % len(SHAPES)] if kind == PARTS else (2 if kind == POWER else chance.randint(2, 5),)
-    faults = faults_of(kind, chance, shape)
+    launched = kind in (FIRST, POWER)
+    shape = SHAPES[run % len(SHAPES)] if kind == PARTS else (2 if launched else chance.randint(2, 5),)
+    faults = faults_of(kind, chance, shape, run)
+    words = f"{WORDS} --checkpoint-iterations {OFTEN if launched or kind == PARTS else SELDOM}"
     wait = SHORT_WAIT_SECONDS if faults[-1].seconds == FOR_EVER else WAIT_SECONDS
     problem = ""
     with tempfile.TemporaryDirectory() as name, Testbed(nodes=sum(shape), link=Link(rate=RATE)) as testbed:
         folder = Path(name)
-        with RanksOnLinks(testbed, f"{WORDS} --wait {wait:g}", folder) as ranks:
+        with RanksOnLinks(testbed, f"{words} --wait {wait:g}", folder, launched=launched) as ranks:
             faulty = Faulty(testbed, ranks, folder)
             try:
                 faulty.play(faults, chance)
@@ -467,7 +467,7 @@ def survived(kind: str, run: int, seed: int, output: Path) -> Survived:
         run=run,
         kind=kind,
         shape="|".join(map(str, shape)),
-        faults=[describe(fault) for fault in faults],
+        faults=[describe(fault) for fault in faulty.played],
         lost=len(faulty.lost),
         right=not problem,
         problem=problem,

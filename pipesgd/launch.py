@@ -103,7 +103,7 @@ def _launch(argv: Sequence[str]) -> int:
     alone = machines == 1 and given.rdzv_backend == "static" and not given.rdzv_endpoint and given.master_port is None
     if given.standalone or alone:
         given.rdzv_backend, given.rdzv_endpoint, given.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
-    given.master_port = given.master_port or PORT
+    port, given.master_port = given.master_port, given.master_port or PORT
     several = machines > 1 and given.rdzv_backend == "static"
     with tempfile.TemporaryDirectory(prefix="pipesgd-launch-") as folder:  # torch would leave one behind
         if given.redirects == given.tee == "0":
@@ -125,7 +125,7 @@ def _launch(argv: Sequence[str]) -> int:
                 machine=given.node_rank,
                 machines=machines,
                 host=given.master_addr,
-                port=given.master_port if several else None,
+                port=given.master_port if several else port,
             )
         if several:
             rendezvous_handler_registry.register(BACKEND, meeting)

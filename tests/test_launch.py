@@ -158,7 +158,7 @@ def test_the_first_machine_says_whom_it_waits_for_and_how_to_start_it(start: Sta
     command = first.wait_for("  python -m pipesgd.launch")
     second = start(command.removeprefix("  python -m pipesgd.launch "))
     assert (first.finish(), second.finish()) == (0, 0), second.lines
-    assert second.lines[-2:] == ["rank 1: done; results are on 127.0.0.1 in run", "machine 1 of 2: done"]
+    assert second.lines[-2:] == ["rank 1: done; results are on 127.0.0.1 in run", "machine 1 of 2: done"], second.lines
     assert (tmp_path / "run" / "summary.json").exists()
 
 
@@ -249,7 +249,7 @@ def test_a_rank_that_still_works_when_another_one_has_ended_is_left_alone(
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.parametrize("code", [0, EXIT_TRY_AGAIN, 143])
+@pytest.mark.parametrize("code", [0, 1, EXIT_TRY_AGAIN, 143])
 def test_a_rank_that_was_left_behind_and_is_stopped_does_not_keep_the_job_waiting(
     code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +258,24 @@ def test_a_rank_that_was_left_behind_and_is_stopped_does_not_keep_the_job_waitin
     said = capfd.readouterr().err
     assert "rank 1 is stopped 0.5 s after another one had ended: it is killed" in said
     assert "the process of rank 1 was ended by SIGKILL" in said
+
+
+def test_a_rank_that_is_stopped_while_others_continue_after_a_loss_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(elastic_launch, "LEFT_SECONDS", 0.3)
+    monkeypatch.chdir(tmp_path)
+    stopped = "[ $RANK = 1 ] && { echo $$ > stopped; kill -STOP $$; touch done; exit 0; }"
+    words = f"[ $RANK = 0 ] && exit 1; {stopped}; sleep 1; kill -CONT $(cat stopped); exit 0"
+    assert launch_elastic("sh", ["-c", words], ranks=3, **PLACE) == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_an_elastic_job_on_one_machine_meets_at_the_port_that_is_given() -> None:
+    found = run_module(
+        "pipesgd.launch", "--elastic", "--master-port", "12345", "--no-python", "printenv", "MASTER_PORT"
+    )
+    assert (found.returncode, found.stdout.strip()) == (0, "12345")
 
 
 def test_one_that_is_stopped_long_after_another_one_has_left_does_not_either(

@@ -18,7 +18,7 @@ from pipesgd.process import say, signal_name, variables_of_rank
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that the ranks get, too; but not SIGHUP under nohup, which ignores it."""
 LEFT_SECONDS = 60.0
-"""Seconds after the last orderly end of a rank in which one that was left behind, and is stopped, is not killed."""
+"""Seconds after the newest end of a rank for which one that was left behind, and is stopped, is not killed."""
 
 
 def launch_elastic(
@@ -53,8 +53,12 @@ def launch_elastic(
                     os.kill(process.pid, number)
 
     def end_those_stopped() -> None:
-        for rank, process in started.items():
-            if process.returncode is None and _is_stopped(process.pid):
+        left = {rank: process for rank, process in started.items() if process.returncode is None}
+        stopped = {rank for rank, process in left.items() if _is_stopped(process.pid)}
+        if stopped != set(left) and not any(code in (0, EXIT_TRY_AGAIN) or code > 128 for code in codes.values()):
+            return  # others continue here
+        for rank, process in left.items():
+            if rank in stopped:
                 killed.add(rank)
                 say(f"rank {rank} is stopped {LEFT_SECONDS:g} s after another one had ended: it is killed")
                 with contextlib.suppress(ProcessLookupError):
@@ -81,11 +85,10 @@ def launch_elastic(
                 continue
             code = codes[rank] = started[rank].returncode = os.waitstatus_to_exitcode(status)
             last = last if rank in killed else code
-            if code in (0, EXIT_TRY_AGAIN) or code > 128:  # no loss: perhaps the others end, too
-                end.cancel()
-                end = threading.Timer(LEFT_SECONDS, end_those_stopped)
-                end.daemon = True
-                end.start()
+            end.cancel()
+            end = threading.Timer(LEFT_SECONDS, end_those_stopped)
+            end.daemon = True
+            end.start()
             if code < 0:
                 say(f"the process of rank {rank} was ended by {signal_name(-code)}")
     except BaseException:

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 from pipesgd.elastic.letters import LeftOut, More, OfLeaving, Piece, Taken, Wish
 from pipesgd.membership.change import State
+from pipesgd.membership.peers import TICK_SECONDS
 from pipesgd.membership.protocol import Member
 
-SIGNALS_SECONDS = 2.0
-"""Seconds in which all members must be asked to stop to end together, with a checkpoint of all."""
+SIGNALS_SECONDS = 2.0 + TICK_SECONDS
+"""Seconds in which all members must be asked to stop to end together, with a checkpoint of all; each looks for signals
+twice a second."""
 HANDED_OVER_SECONDS = 5.0
 """Seconds after these in which another member must have what was left out; then this one leaves all the same. With
 short deadlines, half of one: the others wait for this one meanwhile."""
@@ -65,6 +67,8 @@ class Leaving:
         """Sums of this member whose codec may leave something out; None without any."""
         self.is_due = False
         """True once this member is to leave alone: its main thread is to hand over, and to begin no iteration."""
+        self.is_overdue = False
+        """True once a signal has asked this process to stop, and the others have had the time to get one, too."""
         self.taken_over: dict[int, int] = {}
         """Members that have what others had left out, by the ids of these."""
         self._me, self._send, self._post, self._deadline = me, send, post, deadline
@@ -91,7 +95,8 @@ class Leaving:
         all_asked = self.all_asked(member)
         due = self._wishes[self._me] + SIGNALS_SECONDS
         is_late = now >= due + min(HANDED_OVER_SECONDS, self._deadline() / 2)
-        self.is_due = self.is_due or (now >= due and not all_asked)
+        self.is_overdue = now >= due
+        self.is_due = self.is_due or (self.is_overdue and not all_asked)
         if (sending := self._sending) is not None:
             if sending.to not in member.record.members or (sending.to in self._wishes and not sending.is_given):
                 self._send_to_first(sending, member)

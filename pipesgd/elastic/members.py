@@ -10,7 +10,6 @@ connections and no threads; all of these are here. Three threads meet:
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -226,8 +225,7 @@ class Members:
                 order = self._orders.popleft() if self._orders else None
                 if order is None and self._stops > self._stopped:
                     self._stopped = self._stops
-                    begun = self._begun
-                    self._post(functools.partial(_stopped, begun))
+                    self._post(lambda member, now, begun=self._begun: member.stopped(begun, now))  # type: ignore[misc]
                     continue
                 if isinstance(order, Enter):
                     self._entered += 1
@@ -247,7 +245,7 @@ class Members:
             if isinstance(order, Take):
                 assert isinstance(order.result, Result)
                 take(order.unit, order.result)
-            if end is not None and time.monotonic() >= end:
+            if end is not None and (time.monotonic() >= end or self.leaving.is_overdue):
                 end = None
                 self._post(self._go_alone)
 
@@ -277,7 +275,8 @@ class Members:
             self._changed.wait_for(lambda: self._stops == self._entered or self.why_out is not None or self._is_closed)
             if self.why_out is not None or self._is_closed:
                 raise Interrupted
-            self._begun = iteration + 1
+            if iteration != self.stop_at and len(self.record.span(iteration).members) >= self.least:  # it is computed
+                self._begun = iteration + 1
             return self.record
 
     def leave(self, left_out: Sequence[memoryview]) -> bool:
@@ -453,6 +452,7 @@ class Members:
     def _go_alone(self, member: Member, now: float) -> None:
         """Be the only member of the next generation, unless a majority has come back."""
         self._carry_out(member.actions)  # what others had is taken first
+        self._note_state(member)
         if not self._is_stuck:
             return
         record, me, base, settled = member.record, self.me, member.newest, member.settled
@@ -462,7 +462,8 @@ class Members:
             return generation.next_record(record, [me], (), base=base, settled=settled, begun=begun, why=why)
 
         with self._changed:
-            self._alone = f"{self._here()}: no majority came back within {self.wait:g} s", following
+            when = "before it was to stop" if self.leaving.is_overdue else f"within {self.wait:g} s"
+            self._alone = f"{self._here()}: no majority came back {when}", following
             self._orders.append(Enter(following(self._begun)))
             self._changed.notify_all()
 
@@ -543,7 +544,3 @@ def _beat_key(record: Record, member: int) -> str:
 def clock() -> float:
     """Return seconds of a clock that runs while the machine sleeps: a lease ends meanwhile, too."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _stopped(begun: int, member: Member, now: float) -> None:
-    member.stopped(begun, now)

@@ -10,12 +10,13 @@ from typing import Any
 
 from pipesgd.data.loading import Batches
 from pipesgd.elastic.ranks import ElasticRanks
-from pipesgd.errors import LeftBehind, NotEnoughMembers, StoppedBySignal, UserInputError, named
+from pipesgd.errors import LeftBehind, NotEnoughMembers, StoppedBySignal, UserInputError, named, warn
 from pipesgd.membership.generation import Record, Span, first_record
 from pipesgd.membership.record import Slices
 from pipesgd.optim.build import follow
 from pipesgd.process import say
 from pipesgd.run.evaluation import Evaluation
+from pipesgd.run.folder_lock import FolderInUseError
 from pipesgd.run.metrics import IterationMetrics, MetricsWriter
 from pipesgd.run.summary import Result
 from pipesgd.training import DEFAULT_EPOCHS, Job, Run
@@ -43,6 +44,8 @@ class ElasticRun(Run):
         self._ranks = ranks
         self._span: Span | None = None
         """Span of the samples that this member takes."""
+        self._first = 0
+        """First member of that span."""
         self._said = 0
         """Number of generations that have been told of."""
         self._all_end = False
@@ -65,8 +68,6 @@ class ElasticRun(Run):
                 recorder.flush()
         record = self._ranks.begin(iteration)
         span = record.span(iteration)
-        if span != self._span:
-            self._take_samples(span, iteration)
         self._say_changes()
         if members.stop_at is not None and iteration >= members.stop_at:
             self._all_end = True
@@ -78,11 +79,16 @@ class ElasticRun(Run):
                 f"{len(span.members)} of the ranks are left, fewer than --elastic {members.least}; "
                 + (f"--resume continues after iteration {iteration}" if written else "no checkpoint could be written")
             )
+        if span != self._span:
+            self._take_samples(span, iteration)
+        elif self._ranks.rank == 0 and not self.job.lock.is_held:  # the first rank before has ended later
+            self._hold_folder()
         return False
 
     def _take_samples(self, span: Span, iteration: int) -> None:
         """Take the samples of ``span`` from ``iteration`` on, as a member of those who remain."""
         ranks, batches = self._ranks, self.job.batches
+        before, self._first = self._first, span.members[0]
         self._follow(span)
         self._hold_folder()
         self._samples.close()
@@ -95,6 +101,8 @@ class ElasticRun(Run):
             self._next_rate = functools.partial(follow, self.state.schedule, batches.record)
         if ranks.rank == 0 and self._attempts is None:  # the first member was another one
             self._begin_records(iteration)
+        if before != self._first:  # which may have read the measurements of days: here, the others wait
+            ranks.all_gather_object("begin of records", None, close_by=True)
 
     def _hold_folder(self) -> None:
         """Do what the first rank, of all and of a machine, does for the others: the one before may be lost.
@@ -102,7 +110,12 @@ class ElasticRun(Run):
         That one may end a little later, and has the lock until then.
         """
         if self._ranks.local_rank == 0:
-            self.job.lock.take()
+            try:
+                self.job.lock.take()
+            except FolderInUseError:
+                raise
+            except UserInputError as problem:  # its disk may have failed since, which costs no member
+                warn(f"rank {self._ranks.members.me} continues without the lock of its folder: {problem}")
         if self._ranks.rank == 0 and self._attempts is None:
             self.job.console.quiet = False
 
@@ -198,6 +211,7 @@ class ElasticRun(Run):
             self._hold_folder()
             if ranks.rank == 0 and self._attempts is None:  # since the others were lost at the end
                 with MetricsWriter(self.job.folder, start=self.job.iterations) as writer:
+                    writer.record_last(result.iterations, result.test_accuracy, result.test_loss)
                     self._history = writer.history
                     self._attempts = self._begin_attempt(self.job.iterations, run_again=0)
             super().leave_behind(result)

@@ -29,8 +29,9 @@ T = TypeVar("T")
 
 RESULTS_KEPT = 1
 """Number of newest units whose results are kept: in a generation nobody misses an older one."""
-MOST_DEADLINES = 2
-"""Number of times that one unit may end because a member is late that answers otherwise: then this is an error."""
+MOST_DEADLINES, MOST_FAILURES = 2, 10
+"""Numbers of times that one unit of the same members may end because one is late that answers otherwise, and that it
+may fail here at all: then this is an error."""
 
 
 class Unit(Generic[T]):
@@ -133,7 +134,8 @@ class Units:
     def _run(self, unit: Unit[T]) -> tuple[T, Record]:
         number = self._newest + 1
         unit.keep()
-        deadlines = 0
+        failures: list[Exception] = []
+        members = self.members.record.members
         while True:
             has_begun = False
             try:
@@ -148,10 +150,15 @@ class Units:
             except Interrupted:
                 pass
             except (CommunicationError, dist.DistError) as failure:
-                deadlines += isinstance(failure, DeadlineExceeded)
-                if deadlines >= MOST_DEADLINES or not self.members.has_started:
+                is_first = not self.members.is_interrupted
+                if members != self.members.record.members:
+                    members, failures = self.members.record.members, []
+                if is_first or isinstance(failure, DeadlineExceeded):
+                    failures.append(failure)
+                late = [one for one in failures if isinstance(one, DeadlineExceeded)]
+                if len(late) >= MOST_DEADLINES or len(failures) >= MOST_FAILURES or not self.members.has_started:
                     raise
-                if not self.members.is_interrupted:
+                if is_first:
                     self.members.trouble(failure.peer if isinstance(failure, CommunicationError) else None)
             taken = self._change(unit if has_begun else None, number)
             if taken:

@@ -277,7 +277,7 @@ class Member:
             self.vote.suspicious = now
         if self.proposal is not None:
             self._advance(now)
-        elif not self.vote.is_frozen:
+        elif not self.vote.is_frozen or self.vote.promised.member in self.peers.dead:
             first = self.peers.living(self.record.members, now)[0]
             if first == self.me:
                 self._propose(now)

@@ -23,6 +23,10 @@ _CONTENT_BYTES = 256
 """Length of the lock file in bytes, always the same, so that it can be written again on a full disk."""
 
 
+class FolderInUseError(UserInputError):
+    """Another job uses the folder."""
+
+
 class FolderLock:
     """A lock on ``<folder>/.lock`` that ``job`` holds, once it is taken, until it is released or this process ends.
 
@@ -31,13 +35,16 @@ class FolderLock:
 
     def __init__(self, folder: Path, job: str):
         self._folder, self._job = folder, job
+        self.is_held = False
+        """True while this process holds the lock, which another one of this job may do for it."""
         self._descriptor: int | None = None
 
     def take(self) -> None:
         """Take the lock, also in place of another process of this job, which has ended.
 
         Raises:
-            UserInputError: another job holds the lock, or its file cannot be created.
+            FolderInUseError: another job holds the lock.
+            UserInputError: its file cannot be created or locked.
         """
         folder, path = self._folder, self._folder / LOCK_FILE
         descriptor = self._open(path) if self._descriptor is None else self._descriptor
@@ -50,6 +57,7 @@ class FolderLock:
                 self.release()
                 raise _in_use(folder, holder)
             time.sleep(_PAUSE_SECONDS)
+        self.is_held = True
         words = {"job": self._job, "process": os.getpid(), "machine": platform.node()}
         with contextlib.suppress(OSError):  # if the disk is full, the lock still holds
             os.pwrite(descriptor, json.dumps(words).encode().ljust(_CONTENT_BYTES), 0)
@@ -68,7 +76,7 @@ class FolderLock:
         """Release the lock, so that others can take the folder."""
         if self._descriptor is not None:
             os.close(self._descriptor)
-            self._descriptor = None
+            self._descriptor, self.is_held = None, False
 
 
 def check_unused(folder: Path) -> None:
@@ -120,10 +128,10 @@ def _holder(descriptor: int) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _in_use(folder: Path, holder: dict[str, object]) -> UserInputError:
+def _in_use(folder: Path, holder: dict[str, object]) -> FolderInUseError:
     who = f"process {holder.get('process')} on {holder.get('machine')}" if holder else "a job"
     who = who if who.isprintable() else "a job"
-    return UserInputError(
+    return FolderInUseError(
         f"output must not be in use; got {folder}, which {who} is writing to "
         f"(if that machine is dead, delete {LOCK_FILE})"
     )

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,9 +25,11 @@ from experiments.forked_ranks import fork_rank, store
 from pipesgd import elastic, keys, replicas
 from pipesgd.codecs.base import FusedCodec
 from pipesgd.ddp import attach
+from pipesgd.elastic.members import Members
 from pipesgd.elastic.missed import is_missed
 from pipesgd.elastic.ranks import ElasticRanks
 from pipesgd.errors import UserInputError
+from pipesgd.membership.generation import first_record
 from pipesgd.membership.heartbeat import Beat
 from pipesgd.replicas import weights_sha256
 
@@ -455,3 +458,30 @@ def test_a_unit_without_a_sum_ends_when_all_have_begun_it(tmp_path: Path) -> Non
     assert _run(tmp_path, pipesgd.Wire(), _combine) == [0, 0, 0], (tmp_path / "log").read_text("utf-8")
     times = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]
     assert min(ended for _, ended in times) >= max(begun for begun, _ in times)
+
+
+def _differ(folder: Path, wire: pipesgd.Wire) -> None:
+    ranks, _ = _begin()
+    with ranks:
+        for share in ranks.iterations(ITERATIONS):
+            if share.iteration == AT:
+                ranks.all_gather_object("numbers", 1 if ranks.rank else "one")
+
+
+def test_an_exchange_that_fails_again_and_again_ends_the_job(tmp_path: Path) -> None:
+    assert _run(tmp_path, pipesgd.Wire(), _differ) == [1, 1, 1]
+    assert "numbers" in (tmp_path / "log").read_text(encoding="utf-8")
+
+
+def test_an_iteration_that_nobody_computes_has_not_begun() -> None:
+    members = object.__new__(Members)
+    members._changed, members.record = threading.Condition(), first_record(range(3))
+    members.why_out, members._is_closed, members._stops, members._entered = None, False, 0, 0
+    members.least, members.stop_at = 2, 7
+    members.begin(6)
+    assert members._begun == 7
+    members.begin(7)
+    assert members._begun == 7, "all were asked to stop before it"
+    members.least, members.stop_at = 4, None
+    members.begin(7)
+    assert members._begun == 7, "too few are left for it"

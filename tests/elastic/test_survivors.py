@@ -15,7 +15,7 @@ import torch
 from _links import new_secret
 
 from experiments import elastic_ranks, forked_ranks, integer_sums
-from experiments.elastic_ranks import CHECKPOINT, COMPUTING, EVALUATION, MESSAGES, Ended, Kill
+from experiments.elastic_ranks import CHECKPOINT, COMPUTING, EVALUATION, LAST_SEND, MESSAGES, Ended, Kill
 from pipesgd.run.attempts import read_attempts
 
 pytestmark = pytest.mark.slow
@@ -76,11 +76,13 @@ def test_the_others_continue_after_a_kill(tmp_path: Path, phase: str, rank: int)
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_second_death_in_the_change_is_survived_too(tmp_path: Path, message: str) -> None:
-    first = Kill(rank=3, phase="hop", call=200)
-    kills = [Kill(rank=rank, phase=message, call=0) for rank in (0, 1)]
+    """The rank after the one that is killed first lacks a mean, and fetches it from the first one that has it."""
+    first = Kill(rank=0, phase=LAST_SEND, call=20) if message == "Fetch" else Kill(rank=3, phase=LAST_SEND, call=20)
+    kills = [Kill(rank=rank, phase=message, call=0) for rank in (0, 1) if rank != first.rank]
     ended, log = _run(tmp_path, 5, first, *kills)
     assert ended.codes[2] == ended.codes[4] == 0, log
-    assert ended.codes[3] == -9
+    assert ended.codes[first.rank] == -9
+    assert message in [phase for notes in ended.notes.values() for phase in notes.kills]
     summary = _summary(tmp_path)
     assert summary["replicas_identical"]
     assert summary["generations"][-1]["members"] == [rank for rank in range(5) if ended.codes[rank] == 0]
@@ -213,6 +215,14 @@ def test_a_rank_without_a_majority_keeps_what_it_has_aside(tmp_path: Path) -> No
     assert [one.start for one in read_attempts(tmp_path / "run" / "attempts.jsonl")][:2] == [0, done]
 
 
+def test_a_rank_without_a_majority_that_is_asked_to_stop_waits_no_longer(tmp_path: Path) -> None:
+    signals = [(2.0, 0, signal.SIGSTOP), (7.0, 1, signal.SIGTERM), (14.0, 0, signal.SIGKILL)]
+    ended, log = _run_with(tmp_path, 2, f"{LONG} --wait 60", *signals)
+    assert ended.codes == {0: -9, 1: 75}, log
+    assert "no majority came back before it was to stop" in log
+    assert list((tmp_path / "run" / "checkpoints").glob("alone-1-of-iteration-*"))
+
+
 def test_what_a_rank_without_a_majority_keeps_is_what_the_ranks_have_put_in(tmp_path: Path) -> None:
     """Its samples are those of the iterations that counted, and those that only it has summed, and no others."""
     words = f"{integer_sums.OPTIONS} --iterations 4000 --width 2 --transport tcp --elastic 1 --timeout 20 --wait 2"
@@ -247,6 +257,39 @@ def test_the_first_rank_that_leaves_writes_its_measurements_before(tmp_path: Pat
     numbers = [json.loads(line)["iteration"] for line in lines]
     assert numbers[-1] > 100
     assert len({*range(numbers[-1])} - {*numbers}) <= 2, "as many as the others had begun before they knew"
+
+
+def test_a_folder_whose_lock_cannot_be_taken_any_more_costs_no_member(tmp_path: Path) -> None:
+    lock = tmp_path / "run" / ".lock"
+    kill, end = _Signal(tmp_path, (2.0, 0, signal.SIGKILL)), _Signal(tmp_path, *((5.0, one, 15) for one in (1, 2)))
+
+    def meanwhile(pids: Mapping[int, int]) -> None:
+        if lock.is_file() and end._begin is not None:
+            lock.unlink()
+            lock.mkdir()
+        kill(pids)
+        end(pids)
+
+    ended = elastic_ranks.run(LONG, 3, tmp_path, meanwhile=meanwhile)
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert ended.codes == {0: -9, 1: 143, 2: 143}, log
+    assert "warning: rank 1 continues without the lock of its folder: output must be" in log
+
+
+def test_the_lock_is_taken_when_a_silent_first_rank_has_ended(tmp_path: Path) -> None:
+    words = LONG.replace("--checkpoint-iterations 10", "--checkpoint-iterations 1000000")
+    at = {0: [(2.0, signal.SIGSTOP), (7.0, signal.SIGKILL)], 1: [(10.0, signal.SIGTERM)], 2: [(10.0, signal.SIGTERM)]}
+    signals = _Signal(tmp_path, *((seconds, rank, number) for rank, one in at.items() for seconds, number in one))
+    holders: list[tuple[int, int]] = []
+
+    def meanwhile(pids: Mapping[int, int]) -> None:
+        if len(pids) == 2:
+            holders.append((json.loads((tmp_path / "run" / ".lock").read_text())["process"], pids.get(1, 0)))
+        signals(pids)
+
+    ended = elastic_ranks.run(words, 3, tmp_path, meanwhile=meanwhile)
+    assert ended.codes == {0: -9, 1: 143, 2: 143}, (tmp_path / "log").read_text(encoding="utf-8")
+    assert holders[50][0] == holders[50][1], "a second after the first one's end"
 
 
 def test_a_loss_in_the_last_evaluation_is_told(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from conftest import needs_root
 
 from experiments import forked_ranks, survivors_on_links
-from experiments.survivors_on_links import ONE_WAY, PARTS, POWER, RUNS, Fault, faults_of, survived, who_continues
+from experiments.survivors_on_links import FIRST, ONE_WAY, PARTS, POWER, RUNS, Fault, faults_of, survived, who_continues
 
 
 def test_who_continues_follows_from_the_rule() -> None:
@@ -23,15 +23,15 @@ def test_who_continues_follows_from_the_rule() -> None:
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_faults_hit_members_and_are_drawn_from_the_seed(kind: str) -> None:
-    plans = [faults_of(kind, random.Random(seed), (3, 2)) for seed in (0, 0, 1)]
+    plans = [faults_of(kind, random.Random(seed), (3, 2), 1) for seed in (0, 0, 1)]
     assert plans[0] == plans[1]
-    assert plans[1] != plans[2] or kind == POWER
+    assert plans[1] != plans[2] or kind in (FIRST, POWER)
     assert all(rank in range(5) for plan in plans for fault in plan for rank in fault.ranks)
 
 
 @needs_root
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kill", "parts", "power"])
+@pytest.mark.parametrize("kind", ["kill", "parts", "first", "power"])
 def test_a_run_ends_as_it_must(tmp_path: Path, kind: str) -> None:
     forked_ranks.import_all()
     found = survived(kind, 1, 0, tmp_path)

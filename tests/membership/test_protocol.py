@@ -265,17 +265,26 @@ def levelled_too_late(member_class: type[Member]) -> Ring:
     # The proposer and the holder are lost: the next one begins another ballot, which finds nobody with the unit.
     for who in (4, 0):
         ring.kill(who, told=[1, 2, 3])
-    ring.now += 1.6
-    ring.members[2]._propose(ring.now)
-    ring.act(2)
-    assert isinstance(ring.deliver(2, 1), Prepare)
-    for source, to in ((2, 3), (3, 2), (1, 2)):
-        ring.deliver(source, to)
-    assert isinstance(ring.wires[2, 1][0], Accept)
+    for who in (2, 3):
+        assert isinstance(ring.deliver(who, 1), Suspect)
+        assert isinstance(ring.deliver(1, who), Prepare)
+        ring.deliver(who, 1)
+    assert isinstance(ring.wires[1, 2][0], Accept)
     ring.members[1].receive(4, late, ring.now)
     ring.act(1)
     ring.deliver_all()
     return ring
+
+
+def test_who_leads_a_change_and_dies_is_followed_at_once() -> None:
+    ring = Ring(4)
+    ring.members[0].broken(1, ring.now)
+    ring.act(0)
+    for who in (1, 2, 3):
+        ring.deliver(0, who)
+    ring.kill(0, told=[1, 2, 3])
+    ring.deliver_all()
+    assert [ring.entered[who].members for who in (1, 2, 3)] == [(1, 2, 3)] * 3, "no time has passed"
 
 
 def test_results_of_an_older_ballot_do_not_count() -> None:
