@@ -5,10 +5,11 @@
 Runs of 2 to 6 ranks on this machine's loopback, forked from this process, lose one rank after another until one or two
 are left. Each is killed in a phase that is drawn: while it computes, at a hop of a sum, before it waits for a mean and
 applies it, in an evaluation, in a checkpoint, or when it sends one of the messages of the change that another kill has
-caused. A run is right if every rank that was not killed ends with code 0; if all of them, and those that were killed
-until then, have the same weights after each iteration, but for the last one of a rank that was killed, which may hold a
-mean that the others have summed without it; and if each took the slices of samples that the generations say, each of
-which was summed in exactly one iteration.
+caused. A run is right if every rank that was not killed ends with code 0, or with 75 if fewer are left than
+``--elastic`` says, whose checkpoint is then that of what they have; if all of them, and those that were killed until
+then, have the same weights after each iteration, but for the last one of a rank that was killed, which may hold a mean
+that the others have summed without it; and if each took the slices of samples that the generations say, each of which
+was summed in exactly one iteration.
 
 A kill's time is from the end of the process, as the kernel tells it, to the first iteration that needs a mean of those
 who remain, at the slowest of them, less a median iteration; from the first end, if others died in the change. Finished
@@ -32,15 +33,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from experiments import command, elastic_ranks, forked_ranks, integer_sums, rank_notes, watched_ranks
 from experiments.elastic_ranks import CALLS, CHECKPOINT, COMPUTING, EVALUATION, LAST_SEND, MESSAGES, Ended, Kill
 from experiments.kept_runs import KeptRuns
-from experiments.rank_notes import Wrong, check_notes, check_slices, generations_of
+from experiments.rank_notes import Wrong, check_notes, check_slices, checksum, generations_of
 from experiments.results import save, sources
 from pipesgd.errors import RunError
+from pipesgd.exit import EXIT_TRY_AGAIN
 from pipesgd.ranks import Ranks
+from pipesgd.run.checkpoint_folder import CheckpointFolder
 
 STATE = Path("runs/survivors.json")
 """File of the kept runs, below the folder where the command is started."""
@@ -51,13 +55,15 @@ ITERATIONS, EVERY = 100, 20
 """Iterations of a run, and about how many lie between two kills."""
 WORDS = (
     f"--dataset digits --model mlp --hidden-sizes 64 --batch-size 8 --iterations {ITERATIONS} --transport tcp "
-    "--elastic 1 --timeout 20 --checkpoint-iterations 12 --evaluate-iterations 9"
+    "--timeout 20 --checkpoint-iterations 12 --evaluate-iterations 9"
 )
+LEAST = (1, 1, 1, 2, 3)
+"""Least numbers of ranks, of which each run draws one."""
 OPTIONS = ("--width 2 --codec int8", "--width 2 --codec int4", "--width 1 --codec int8", "--width 3 --codec fp32")
 """Options added to ``WORDS``, one of them in each run."""
 LEVELLING, LED = ("Level", "Fetch", "Results"), ("Prepare", "Accept", "Decided")
 """Messages by which a rank gets a mean that others have, and those that only the first living rank sends."""
-RUNS, QUICK_RUNS = 370, 6
+RUNS, QUICK_RUNS = 400, 6
 """Runs, which kill about three ranks each."""
 LEAST_KILLS = 10
 """Kills in each phase in all these runs, at least."""
@@ -70,6 +76,7 @@ class Survived:
     run: int
     options: str
     ranks: int
+    least: int
     phases: list[str]
     """Phase of each kill; one in a message that was never sent hits nobody, and is not among them."""
     left: int
@@ -108,26 +115,32 @@ def kills_of(chance: random.Random, ranks: int) -> list[Kill]:
     return kills
 
 
-def problem_of(ended: Ended, folder: Path, width: int) -> str:
+def problem_of(ended: Ended, folder: Path, width: int, least: int) -> str:
     """Return what is wrong with the end of a run; empty if nothing is."""
     killed = ended.was_killed
+    left = ended.codes.keys() - killed
+    code = 0 if len(left) >= least else EXIT_TRY_AGAIN
     if ended.hung:
         return "it hung"
-    if wrong := {rank: code for rank, code in ended.codes.items() if code != 0 and rank not in killed}:
-        return f"exit codes {wrong}"
-    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
-    left = ended.codes.keys() - killed
-    if not summary["replicas_identical"] or summary["iterations"] != ITERATIONS:
-        return "the weights differ"
-    if not left <= set(summary["generations"][-1]["members"]):
-        return f"members {summary['generations'][-1]['members']} at the end, of {sorted(left)}"
+    if wrong := {rank: ended.codes[rank] for rank in left if ended.codes[rank] != code}:
+        return f"exit codes {wrong}, not {code}"
     taken = {(one.number, rank): one.slice for rank, notes in ended.notes.items() for one in notes.iterations}
     try:
-        check_notes(ended.notes, killed, width)
-        check_slices(summary["generations"], ITERATIONS, taken)
-    except Wrong as wrong:
-        return str(wrong)
-    return ""
+        weights = check_notes(ended.notes, killed, width)
+        generations = generations_of(ended.notes)
+        check_slices(generations, ITERATIONS if code == 0 else max(weights) + 1, taken)
+    except Wrong as problem:
+        return str(problem)
+    if not left <= set(generations[-1]["members"]):
+        return f"members {generations[-1]['members']} at the end, of {sorted(left)}"
+    if code:
+        iteration, path = max(CheckpointFolder(folder / "run" / "checkpoints").published())
+        state = torch.load(path / "shared.pt", weights_only=True)["state"]
+        is_right = weights.get(iteration - 1) == checksum(state["parameters"].values())
+        return "" if is_right and iteration == max(weights) + 1 else f"the last checkpoint is of iteration {iteration}"
+    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+    told = [{name: value for name, value in one.items() if name != "time"} for one in summary["generations"]]
+    return "" if summary["replicas_identical"] and told == generations else "summary.json says otherwise"
 
 
 def seconds_of(ended: Ended, width: int) -> list[tuple[int, float]]:
@@ -160,11 +173,12 @@ def survived(run: int, seed: int, output: Path) -> Survived:
     """Make one run; keep its log in ``output`` if it ends wrongly."""
     chance = random.Random(f"{seed}/{run}")
     ranks, options = chance.randint(2, 6), OPTIONS[run % len(OPTIONS)]
-    width = int(options.split()[1])
+    width, least = int(options.split()[1]), min(chance.choice(LEAST), ranks)
+    words = f"{WORDS} {options} --elastic {least}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ended = elastic_ranks.run(f"{WORDS} {options}", ranks, folder, kills_of(chance, ranks))
-        problem = problem_of(ended, folder, width)
+        ended = elastic_ranks.run(words, ranks, folder, kills_of(chance, ranks))
+        problem = problem_of(ended, folder, width, least)
         if problem:
             shutil.copy(folder / "log", output / f"survivors.run-{run}.log")
         seconds = [] if problem else seconds_of(ended, width)
@@ -172,8 +186,9 @@ def survived(run: int, seed: int, output: Path) -> Survived:
         run=run,
         options=options,
         ranks=ranks,
+        least=least,
         phases=[phase for notes in ended.notes.values() for phase in notes.kills],
-        left=sum(code == 0 for code in ended.codes.values()),
+        left=len(ended.codes.keys() - ended.was_killed),
         right=not problem,
         problem=problem,
         seconds=[one for _, one in seconds],

@@ -46,6 +46,7 @@ class ElasticRun(Run):
         """Span of the samples that this member takes."""
         self._first = 0
         """First member of that span."""
+        self._lock_failed = False
         self._said = 0
         """Number of generations that have been told of."""
         self._all_end = False
@@ -81,8 +82,8 @@ class ElasticRun(Run):
             )
         if span != self._span:
             self._take_samples(span, iteration)
-        elif self._ranks.rank == 0 and not self.job.lock.is_held:  # the first rank before has ended later
-            self._hold_folder()
+        elif self._ranks.rank == 0 and not (self.job.lock.is_held or self._lock_failed):
+            self._hold_folder()  # the first rank before has ended later
         return False
 
     def _take_samples(self, span: Span, iteration: int) -> None:
@@ -115,7 +116,9 @@ class ElasticRun(Run):
             except FolderInUseError:
                 raise
             except UserInputError as problem:  # its disk may have failed since, which costs no member
-                warn(f"rank {self._ranks.members.me} continues without the lock of its folder: {problem}")
+                if not self._lock_failed:
+                    warn(f"rank {self._ranks.members.me} continues without the lock of its folder: {problem}")
+                self._lock_failed = True
         if self._ranks.rank == 0 and self._attempts is None:
             self.job.console.quiet = False
 

@@ -46,6 +46,8 @@ class FolderLock:
             FolderInUseError: another job holds the lock.
             UserInputError: its file cannot be created or locked.
         """
+        if self.is_held:
+            return
         folder, path = self._folder, self._folder / LOCK_FILE
         descriptor = self._open(path) if self._descriptor is None else self._descriptor
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -239,6 +239,12 @@ def test_what_a_rank_without_a_majority_keeps_is_what_the_ranks_have_put_in(tmp_
     assert given == 2 * done
     assert given_back
     assert set(given_back) <= {2 * iteration for iteration in range(done - 2, done)}, "rank 0's of what was in flight"
+    first = {"members": [0, 1], "first_iteration": 0, "iterations_done": 0, "lost": []}
+    lost = [{"rank": 0, "slices_given_back": list(given_back)}]
+    lone = {"members": [1], "first_iteration": done, "iterations_done": done - len(given_back), "lost": lost}
+    weights, [[mean]] = state["state"]["parameters"]["values"], state["state"]["means"]  # one is not applied yet
+    assert weights.equal(integer_sums.replayed({"generations": [first, lone]}, done - 1))
+    assert (weights - mean).equal(integer_sums.replayed({"generations": [first, lone]}, done))
 
 
 def test_a_rank_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
