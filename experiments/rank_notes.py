@@ -178,7 +178,7 @@ def check_slices(
     )
     waiting, end = rest(spans[-1], iterations)
     used.update(waiting)
-    if wrong := [number for number in range(max([end, *used])) if used[number] != 1]:
+    if wrong := [number for number in range(max([end, *used]) + 1) if used[number] != (number < end)]:
         raise Wrong(f"slices {wrong[:5]} were used {[used[one] for one in wrong[:5]]} times")
 
 

@@ -127,8 +127,9 @@ def problem_of(ended: Ended, folder: Path, width: int, least: int) -> str:
     taken = {(one.number, rank): one.slice for rank, notes in ended.notes.items() for one in notes.iterations}
     try:
         weights = check_notes(ended.notes, killed, width)
+        done = 1 + max(one.number for rank in left for one in ended.notes[rank].iterations)
         generations = generations_of(ended.notes)
-        check_slices(generations, ITERATIONS if code == 0 else max(weights) + 1, taken)
+        check_slices(generations, ITERATIONS if code == 0 else done, taken)
     except Wrong as problem:
         return str(problem)
     if not left <= set(generations[-1]["members"]):
@@ -137,7 +138,7 @@ def problem_of(ended: Ended, folder: Path, width: int, least: int) -> str:
         iteration, path = max(CheckpointFolder(folder / "run" / "checkpoints").published())
         state = torch.load(path / "shared.pt", weights_only=True)["state"]
         is_right = weights.get(iteration - 1) == checksum(state["parameters"].values())
-        return "" if is_right and iteration == max(weights) + 1 else f"the last checkpoint is of iteration {iteration}"
+        return "" if is_right and iteration == done else f"the last checkpoint is of iteration {iteration}"
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
     told = [{name: value for name, value in one.items() if name != "time"} for one in summary["generations"]]
     return "" if summary["replicas_identical"] and told == generations else "summary.json says otherwise"

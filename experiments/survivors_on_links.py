@@ -386,13 +386,14 @@ class Faulty:
         ranks.look()
         if left and ranks.said("stopped by SIGTERM after iteration") is None:
             raise Wrong("those who were left did not end together")
-        weights = check_notes(ranks.notes, self.lost, WIDTH)
+        check_notes(ranks.notes, self.lost, WIDTH)
         if not left:
             return
         taken = {(one.number, rank): one.slice for rank, own in ranks.notes.items() for one in own.iterations}
-        check_slices(generations_of(ranks.notes), max(weights) + 1, taken)
+        done = 1 + max(one.number for rank in left for one in ranks.notes[rank].iterations)
+        check_slices(generations_of(ranks.notes), done, taken)
         newest, size = self._check_checkpoints()
-        if newest != max(weights) + 1 or size != len(left):
+        if newest != done or size != len(left):
             raise Wrong(f"the newest checkpoint is of iteration {newest} and {size} ranks")
 
     def _check_checkpoints(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,7 @@ def test_a_rank_that_still_works_when_another_one_has_ended_is_left_alone(
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.parametrize("code", [0, 1, EXIT_TRY_AGAIN, 143])
+@pytest.mark.parametrize("code", [0, EXIT_TRY_AGAIN, 143])
 def test_a_rank_that_was_left_behind_and_is_stopped_does_not_keep_the_job_waiting(
     code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +270,19 @@ def test_a_rank_that_is_stopped_while_others_continue_after_a_loss_is_left_alone
     words = f"[ $RANK = 0 ] && exit 1; {stopped}; sleep 1; kill -CONT $(cat stopped); exit 0"
     assert launch_elastic("sh", ["-c", words], ranks=3, **PLACE) == 0
     assert (tmp_path / "done").exists()
+
+
+def test_ranks_that_are_stopped_and_all_that_is_left_after_a_loss_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elastic_launch, "LEFT_SECONDS", 0.3)
+    monkeypatch.chdir(tmp_path)
+    resume = threading.Timer(1.5, lambda: os.kill(int((tmp_path / "stopped").read_text()), signal.SIGCONT))
+    resume.start()
+    words = "[ $RANK = 1 ] && { echo $$ > stopped; kill -STOP $$; exit 3; }; exit 1"
+    assert launch_elastic("sh", ["-c", words], ranks=3, **PLACE) == 3
+    said = capfd.readouterr().err
+    assert "all that is left on this machine is stopped (rank 1): continue or kill it" in said
 
 
 def test_an_elastic_job_on_one_machine_meets_at_the_port_that_is_given() -> None:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from pipesgd.errors import named
 from pipesgd.exit import EXIT_TRY_AGAIN
 from pipesgd.process import say, signal_name, variables_of_rank
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that the ranks get, too; but not SIGHUP under nohup, which ignores it."""
 LEFT_SECONDS = 60.0
-"""Seconds after the newest end of a rank for which one that was left behind, and is stopped, is not killed."""
+"""Seconds after the newest end of a rank for which nothing is done about one that is stopped, and was left behind."""
 
 
 def launch_elastic(
@@ -52,23 +53,25 @@ def launch_elastic(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def end_those_stopped() -> None:
+    def look_for_stopped(code: int) -> None:
+        """See to ranks that are stopped some time after one has ended with ``code``."""
         left = {rank: process for rank, process in started.items() if process.returncode is None}
-        stopped = {rank for rank, process in left.items() if _is_stopped(process.pid)}
-        if stopped != set(left) and not any(code in (0, EXIT_TRY_AGAIN) or code > 128 for code in codes.values()):
-            return  # others continue here
-        for rank, process in left.items():
-            if rank in stopped:
-                killed.add(rank)
-                say(f"rank {rank} is stopped {LEFT_SECONDS:g} s after another one had ended: it is killed")
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+        stopped = {rank: process for rank, process in left.items() if _is_stopped(process.pid)}
+        if code not in (0, EXIT_TRY_AGAIN) and code <= 128:  # a loss: the others continue, or somebody has stopped all
+            if stopped and len(stopped) == len(left):
+                say(f"all that is left on this machine is stopped ({named(list(stopped))}): continue or kill it")
+            return
+        for rank, process in stopped.items():
+            killed.add(rank)
+            say(f"rank {rank} is stopped {LEFT_SECONDS:g} s after another one had ended: it is killed")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
     under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     heard = [number for number in FORWARDED if number != signal.SIGHUP or not under_nohup]
     before = {number: signal.signal(number, forward) for number in heard}
     codes: dict[int, int] = {}
-    end = threading.Timer(LEFT_SECONDS, end_those_stopped)
+    end = threading.Timer(LEFT_SECONDS, look_for_stopped)
     try:
         for local in range(ranks):
             own = variables_of_rank(
@@ -86,7 +89,7 @@ def launch_elastic(
             code = codes[rank] = started[rank].returncode = os.waitstatus_to_exitcode(status)
             last = last if rank in killed else code
             end.cancel()
-            end = threading.Timer(LEFT_SECONDS, end_those_stopped)
+            end = threading.Timer(LEFT_SECONDS, look_for_stopped, [code])
             end.daemon = True
             end.start()
             if code < 0:

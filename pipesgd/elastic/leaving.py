@@ -67,8 +67,6 @@ class Leaving:
         """Sums of this member whose codec may leave something out; None without any."""
         self.is_due = False
         """True once this member is to leave alone: its main thread is to hand over, and to begin no iteration."""
-        self.is_overdue = False
-        """True once a signal has asked this process to stop, and the others have had the time to get one, too."""
         self.taken_over: dict[int, int] = {}
         """Members that have what others had left out, by the ids of these."""
         self._me, self._send, self._post, self._deadline = me, send, post, deadline
@@ -95,8 +93,7 @@ class Leaving:
         all_asked = self.all_asked(member)
         due = self._wishes[self._me] + SIGNALS_SECONDS
         is_late = now >= due + min(HANDED_OVER_SECONDS, self._deadline() / 2)
-        self.is_overdue = now >= due
-        self.is_due = self.is_due or (self.is_overdue and not all_asked)
+        self.is_due = self.is_due or (now >= due and not all_asked)
         if (sending := self._sending) is not None:
             if sending.to not in member.record.members or (sending.to in self._wishes and not sending.is_given):
                 self._send_to_first(sending, member)
@@ -131,6 +128,10 @@ class Leaving:
                 if letter.member == self._me:
                     self._is_ready = True
                     self.end()
+
+    def is_overdue(self, now: float) -> bool:
+        """Return True once this process was asked to stop, and the others have had the time to be asked, too."""
+        return now >= self._wishes.get(self._me, math.inf) + SIGNALS_SECONDS
 
     def all_asked(self, member: Member) -> bool:
         """Return True if all members are known to have been asked to stop."""

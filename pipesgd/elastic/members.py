@@ -124,7 +124,7 @@ class Members:
         """Time from which on this process has run without a stop."""
         self._stuck_since = self._led = time.monotonic()
         """Times of the newest ticks at which a majority was in reach, and at which a change was led."""
-        self._is_stuck = False
+        self._is_stuck = self._lacks_quorum = False
         self._is_over = False
         """True once a member has done its work: all have, so nobody is missed any more."""
         self._is_closed = False
@@ -207,7 +207,7 @@ class Members:
         Raises:
             LeftBehind: the others continue without this process.
         """
-        end: float | None = None
+        since: float | None = None
         while True:
             if not self.has_started:
                 raise self.failure or RunError(f"rank {self.me}: a change of members before training has begun")
@@ -217,11 +217,11 @@ class Members:
                 raise LeftBehind(self.me, self.why_out or "the others have ended", None)
             with self._changed:
                 if not self._orders and self._stops == self._stopped:
-                    if self._is_stuck and end is None:
-                        end = time.monotonic() + self.wait
+                    if self._is_stuck and since is None:
+                        since = time.monotonic()
                     self._changed.wait(TICK_SECONDS)
                 if not self._is_stuck:
-                    end = None
+                    since = None
                 order = self._orders.popleft() if self._orders else None
                 if order is None and self._stops > self._stopped:
                     self._stopped = self._stops
@@ -245,8 +245,8 @@ class Members:
             if isinstance(order, Take):
                 assert isinstance(order.result, Result)
                 take(order.unit, order.result)
-            if end is not None and (time.monotonic() >= end or self.leaving.is_overdue):
-                end = None
+            if since is not None and time.monotonic() >= since + self._patience():
+                since = None
                 self._post(self._go_alone)
 
     # ---- For the main thread
@@ -462,10 +462,14 @@ class Members:
             return generation.next_record(record, [me], (), base=base, settled=settled, begun=begun, why=why)
 
         with self._changed:
-            when = "before it was to stop" if self.leaving.is_overdue else f"within {self.wait:g} s"
-            self._alone = f"{self._here()}: no majority came back {when}", following
+            self._alone = f"{self._here()}: no majority came back within {self._patience():g} s", following
             self._orders.append(Enter(following(self._begun)))
             self._changed.notify_all()
+
+    def _patience(self) -> float:
+        """Return the seconds for which a majority may take to come back: few, once this process was asked to stop."""
+        is_asked = self._lacks_quorum and self.leaving.is_overdue(clock())
+        return min(self.wait, HANDED_OVER_SECONDS) if is_asked else self.wait
 
     def _on_break(self, peer: int) -> None:
         if self._member is not None:
@@ -520,7 +524,7 @@ class Members:
         if is_led(member.vote, member.proposal, clock()):
             self._led = now
         here = member.peers.living(member.record.members, clock())
-        is_stuck = not generation.is_quorum(here, member.record.members, member.peers.certain)
+        is_stuck = self._lacks_quorum = not generation.is_quorum(here, member.record.members, member.peers.certain)
         # Or messages do not cross. Before, some may be silent and not lost yet, or get a result, as long as a sum.
         longer = self._standing.timeout if now < self._led + TRIP_SECONDS else self._silence - SILENT_SECONDS
         is_stuck = is_stuck or (member.state is State.STUCK and now >= self._stuck_since + longer)

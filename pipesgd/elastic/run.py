@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,9 @@ from pipesgd.run.folder_lock import FolderInUseError
 from pipesgd.run.metrics import IterationMetrics, MetricsWriter
 from pipesgd.run.summary import Result
 from pipesgd.training import DEFAULT_EPOCHS, Job, Run
+
+LOCK_SECONDS = 1.0
+"""Seconds between two tries of the first rank to get the folder's lock."""
 
 
 class ElasticRun(Run):
@@ -47,6 +51,8 @@ class ElasticRun(Run):
         self._first = 0
         """First member of that span."""
         self._lock_failed = False
+        self._lock_due = 0.0
+        """Time at which the first rank tries again to get the folder's lock, which another one of the job may have."""
         self._said = 0
         """Number of generations that have been told of."""
         self._all_end = False
@@ -82,8 +88,8 @@ class ElasticRun(Run):
             )
         if span != self._span:
             self._take_samples(span, iteration)
-        elif self._ranks.rank == 0 and not (self.job.lock.is_held or self._lock_failed):
-            self._hold_folder()  # the first rank before has ended later
+        elif self._ranks.rank == 0 and not self.job.lock.is_held and time.monotonic() >= self._lock_due:
+            self._hold_folder()  # the first rank before may have ended later
         return False
 
     def _take_samples(self, span: Span, iteration: int) -> None:
@@ -110,6 +116,7 @@ class ElasticRun(Run):
 
         That one may end a little later, and has the lock until then.
         """
+        self._lock_due = time.monotonic() + LOCK_SECONDS
         if self._ranks.local_rank == 0:
             try:
                 self.job.lock.take()
