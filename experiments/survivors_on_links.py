@@ -416,7 +416,9 @@ class Faulty:
         most = max(own.iterations[-1].number + 1 for own in self.ranks.notes.values())
         if most - done > 1:
             raise Wrong(f"{most} iterations were done, and {done} kept")
-        kept.rename(kept.with_name(f"iteration-{done}"))
+        place = kept.with_name(f"iteration-{done}")
+        shutil.rmtree(place, ignore_errors=True)  # a checkpoint of both, as new
+        kept.rename(place)
         notes = self._folder / "run" / "metrics.jsonl"
         before, asked = notes.stat().st_mtime, False
 

@@ -85,12 +85,13 @@ class Leaving:
         if signal is None or member.state is State.OUT:
             return
         self._wishes.setdefault(self._me, now)
-        if now >= self._told + WISH_SECONDS:
+        all_asked = self.all_asked(member)
+        if now >= self._told + WISH_SECONDS or (all_asked and not member.vote.leaves):
             self._told = now
+            # Before anybody begins to leave: what others have told may be on its way still.
             for peer in member.record.members:
                 if peer != self._me:
-                    self._send(peer, Wish(signal))
-        all_asked = self.all_asked(member)
+                    self._send(peer, Wish(signal, tuple(self._wishes)))
         due = self._wishes[self._me] + SIGNALS_SECONDS
         is_late = now >= due + min(HANDED_OVER_SECONDS, self._deadline() / 2)
         self.is_due = self.is_due or (now >= due and not all_asked)
@@ -106,7 +107,8 @@ class Leaving:
         """Take a letter of another member about leaving."""
         match letter:
             case Wish():
-                self._wishes.setdefault(peer, now)
+                for one in (peer, *letter.asked):
+                    self._wishes.setdefault(one, now)
             case Piece() if self._me not in self._wishes:
                 if letter.number == 0:
                     self._arrived[peer] = []

@@ -39,9 +39,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Message that the sender was asked to stop, by a signal."""
+    """Message that the sender was asked to stop, by a signal, and so were the members ``asked``, as it knows."""
 
     signal: str
+    asked: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

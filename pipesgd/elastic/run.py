@@ -206,7 +206,7 @@ class ElasticRun(Run):
             return
         say(
             f"rank {me}: what it has after iteration {done} is in {place}, and does not count, since others may have "
-            f"continued. If none has, rename it to iteration-{done}, and --resume continues on any number of ranks"
+            f"continued. If none has, put it in place of iteration-{done}: --resume continues on any number of ranks"
         )
 
     def finish(self) -> Result:

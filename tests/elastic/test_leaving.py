@@ -213,6 +213,19 @@ def test_who_is_asked_itself_takes_only_what_is_all_there_even_if_the_other_does
     assert one.given() == is_all_there
 
 
+def test_who_knows_that_all_were_asked_says_so_before_it_leaves(job: _Job) -> None:
+    """The wish of a third one may be on its way: a member that did not know would stay alone."""
+    for one in (0, 1, 2):
+        job.all[3].hear(one, Wish("SIGTERM"), None, job.now)
+    job.all[3].signal = lambda: "SIGTERM"
+    job.look(3)
+    assert job.is_leaving() == [3]
+    assert [(to, sorted(letter.asked)) for _, to, letter in job.letters] == [(to, [0, 1, 2, 3]) for to in (0, 1, 2)]
+    job.all[0].signal = lambda: "SIGTERM"
+    job.deliver(1)
+    assert job.is_leaving() == [0, 3]
+
+
 def test_who_leaves_alone_takes_nothing_any_more(job: _Job) -> None:
     """Its own share may be on its way already."""
     job.drops = lambda letter: isinstance(letter, Wish)
