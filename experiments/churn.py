@@ -91,11 +91,11 @@ def trained(words: str, chance: random.Random | None, every: float) -> tuple[dic
             starts += 1
             killed += sum(code == -signal.SIGKILL for code in ended.codes.values())
             left = {code for code in ended.codes.values() if code != -signal.SIGKILL}
-            if left == {0} and not ended.hung:
-                return json.loads((folder / "run" / SUMMARY_FILE).read_text(encoding="utf-8")), killed, starts
-            if left != {128 + signal.SIGTERM} or ended.hung:
+            if ended.hung or left not in ({0}, {128 + signal.SIGTERM}):
                 log = (folder / "log").read_text(encoding="utf-8", errors="replace")
                 raise RunError(f"those that are left must continue; got exit codes {ended.codes} after\n{log}")
+            if left == {0}:
+                return json.loads((folder / "run" / SUMMARY_FILE).read_text(encoding="utf-8")), killed, starts
 
 
 def compare(seed: int, quick: bool) -> Churned:

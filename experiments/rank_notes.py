@@ -160,6 +160,12 @@ def generations_of(notes: Mapping[int, Notes]) -> list[dict[str, Any]]:
     return [first, *(known[number] for number in sorted(known))]
 
 
+def check_summed(notes: Mapping[int, Notes], iterations: int) -> None:
+    """Check that each slice of samples was summed once, as ``check_slices`` does, by what ranks have noted."""
+    taken = {(one.number, rank): one.slice for rank, own in notes.items() for one in own.iterations}
+    check_slices(generations_of(notes), iterations, taken)
+
+
 def check_slices(
     generations: Sequence[Mapping[str, Any]], iterations: int, taken: Mapping[tuple[int, int], int]
 ) -> None:

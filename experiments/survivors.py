@@ -39,7 +39,7 @@ from rich.console import Console
 from experiments import command, elastic_ranks, forked_ranks, integer_sums, rank_notes, watched_ranks
 from experiments.elastic_ranks import CALLS, CHECKPOINT, COMPUTING, EVALUATION, LAST_SEND, MESSAGES, Ended, Kill
 from experiments.kept_runs import KeptRuns
-from experiments.rank_notes import Wrong, check_notes, check_slices, checksum, generations_of
+from experiments.rank_notes import Wrong, check_notes, check_summed, checksum, generations_of
 from experiments.results import save, sources
 from pipesgd.errors import RunError
 from pipesgd.exit import EXIT_TRY_AGAIN
@@ -124,14 +124,13 @@ def problem_of(ended: Ended, folder: Path, width: int, least: int) -> str:
         return "it hung"
     if wrong := {rank: ended.codes[rank] for rank in left if ended.codes[rank] != code}:
         return f"exit codes {wrong}, not {code}"
-    taken = {(one.number, rank): one.slice for rank, notes in ended.notes.items() for one in notes.iterations}
     try:
         weights = check_notes(ended.notes, killed, width)
         done = 1 + max(one.number for rank in left for one in ended.notes[rank].iterations)
-        generations = generations_of(ended.notes)
-        check_slices(generations, ITERATIONS if code == 0 else done, taken)
+        check_summed(ended.notes, ITERATIONS if code == 0 else done)
     except Wrong as problem:
         return str(problem)
+    generations = generations_of(ended.notes)
     if not left <= set(generations[-1]["members"]):
         return f"members {generations[-1]['members']} at the end, of {sorted(left)}"
     if code:

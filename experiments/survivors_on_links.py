@@ -45,19 +45,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from experiments import (
-    accelerators,
-    command,
-    elastic_ranks,
-    forked_ranks,
-    integer_sums,
-    rank_notes,
-    ranks_on_links,
-    survivors,
-    watched_ranks,
-)
+from experiments import accelerators, command, elastic_ranks, forked_ranks, ranks_on_links, survivors
 from experiments.kept_runs import KeptRuns
-from experiments.rank_notes import Iteration, Wrong, check_notes, check_slices, checksum, generations_of
+from experiments.rank_notes import Iteration, Wrong, check_notes, check_summed, checksum
 from experiments.ranks_on_links import RanksOnLinks
 from experiments.results import save, sources
 from experiments.survivors import lines_of
@@ -69,12 +59,9 @@ from pipesgd.run.checkpoint_folder import CheckpointFolder
 
 STATE = Path("runs/survivors_on_links.json")
 """File of the kept runs, below the folder where the command is started."""
-HARNESS = tuple(
-    Path(str(module.__file__))
-    for module in (
-        *(ranks_on_links, forked_ranks, survivors, integer_sums, accelerators, elastic_ranks, rank_notes),
-        watched_ranks,
-    )
+HARNESS = (
+    *survivors.HARNESS,
+    *(Path(str(one.__file__)) for one in (ranks_on_links, survivors, accelerators)),
 )
 RATE = 200e6
 WIDTH = 2
@@ -389,9 +376,8 @@ class Faulty:
         check_notes(ranks.notes, self.lost, WIDTH)
         if not left:
             return
-        taken = {(one.number, rank): one.slice for rank, own in ranks.notes.items() for one in own.iterations}
         done = 1 + max(one.number for rank in left for one in ranks.notes[rank].iterations)
-        check_slices(generations_of(ranks.notes), done, taken)
+        check_summed(ranks.notes, done)
         newest, size = self._check_checkpoints()
         if newest != done or size != len(left):
             raise Wrong(f"the newest checkpoint is of iteration {newest} and {size} ranks")

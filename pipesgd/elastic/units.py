@@ -134,7 +134,7 @@ class Units:
     def _run(self, unit: Unit[T]) -> tuple[T, Record]:
         number = self._newest + 1
         unit.keep()
-        failures: list[Exception] = []
+        failures = deadlines = 0
         members = self.members.record.members
         while True:
             has_begun = False
@@ -150,13 +150,12 @@ class Units:
             except Interrupted:
                 pass
             except (CommunicationError, dist.DistError) as failure:
-                is_first = not self.members.is_interrupted
+                is_first, is_late = not self.members.is_interrupted, isinstance(failure, DeadlineExceeded)
                 if members != self.members.record.members:
-                    members, failures = self.members.record.members, []
-                if is_first or isinstance(failure, DeadlineExceeded):
-                    failures.append(failure)
-                late = [one for one in failures if isinstance(one, DeadlineExceeded)]
-                if len(late) >= MOST_DEADLINES or len(failures) >= MOST_FAILURES or not self.members.has_started:
+                    members, failures, deadlines = self.members.record.members, 0, 0
+                failures += is_first or is_late
+                deadlines += is_late
+                if deadlines >= MOST_DEADLINES or failures >= MOST_FAILURES or not self.members.has_started:
                     raise
                 if is_first:
                     self.members.trouble(failure.peer if isinstance(failure, CommunicationError) else None)

@@ -103,15 +103,19 @@ def test_a_connection_that_breaks_is_made_again_and_told_once(by: int) -> None:
         assert [one.ended for one in both] == [[], []]
 
 
+def say_last_and_reset(two: Member) -> None:
+    peer = two.control._peers[0]
+    two.control.send(0, Wish("last"))
+    peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # type: ignore[union-attr]
+    two.control._ended(0, peer)
+
+
 def test_a_connection_that_is_reset_while_letters_leave_is_made_again() -> None:
     with members(2) as (one, two):
-        peer = two.control._peers[0]
 
         def say_and_reset() -> None:  # in the thread that would receive the large letter
             wait_until(lambda: one.control.is_busy(1))
-            two.control.send(0, Wish("last"))
-            peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # type: ignore[union-attr]
-            two.control._ended(0, peer)
+            say_last_and_reset(two)
 
         two.do(say_and_reset)
         one.do(lambda: one.control.send(1, Wish("x" * 50_000_000)))
@@ -122,20 +126,16 @@ def test_a_connection_that_is_reset_while_letters_leave_is_made_again() -> None:
 
 def test_what_has_come_before_an_end_is_read_though_sending_fails() -> None:
     with members(2) as (one, two):
-        peer = two.control._peers[0]
+        peer, reads_nothing = two.control._peers[0], threading.Event()
 
         def send_late() -> None:
+            reads_nothing.set()
             wait_until(lambda: peer.sock is None)
             one.control.send(1, Wish("late"))
 
-        def say_and_reset() -> None:
-            two.control.send(0, Wish("last"))
-            peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # type: ignore[union-attr]
-            two.control._ended(0, peer)
-
         one.do(send_late)
-        time.sleep(0.1)  # one's thread is there, and reads nothing
-        two.do(say_and_reset)
+        assert reads_nothing.wait(DEADLINE)
+        two.do(lambda: say_last_and_reset(two))
         wait_until(lambda: one.letters == [(1, Wish("last"))])
         wait_until(lambda: two.control.connected == [0] and one.control.connected == [1])
         assert (one.ended, two.ended) == ([], [])
