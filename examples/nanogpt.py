@@ -87,6 +87,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     master_process = rank == 0
+    assert gradient_accumulation_steps % world_size == 0
     micro_steps = gradient_accumulation_steps // world_size
     torch.manual_seed(1337 + rank)  # DistributedDataParallel gives all ranks the first one's weights
     data = read_text()

@@ -32,7 +32,7 @@ from pipesgd.rules import (
     check_rules,
     options_of_sections,
 )
-from pipesgd.sections import AUTO, DEFAULT_TIMEOUT, Updates, Windows, Wire, check_moving_rate
+from pipesgd.sections import AUTO, DEFAULT_FAREWELL_SECONDS, DEFAULT_TIMEOUT, Updates, Windows, Wire, check_moving_rate
 from timing_model.buckets import WHOLE
 
 TEXTS = ("python-stdlib", "text:PATH")
@@ -60,7 +60,6 @@ MAX_LOSS_SCALE = 2.0**127
 """Largest loss scale: the largest power of two in float32."""
 
 DEFAULT_STALL_SECONDS = 30.0
-DEFAULT_FAREWELL_SECONDS = 20.0
 
 
 def dataset_kind(name: str) -> str:

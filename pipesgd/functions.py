@@ -125,6 +125,7 @@ def _with_first(function: Function, text: str) -> Function:
     """Return ``function`` with its first argument, and with its attributes, such as ``sharded``."""
     bound = functools.partial(function, text)
     vars(bound).update(getattr(function, "__dict__", {}))
+    vars(bound).pop("__wrapped__", None)  # its parameters would count, the first one included
     return bound
 
 

@@ -59,8 +59,12 @@ def make(path: Path, *, certificate: bool = False) -> str:
         raise UserInputError(f"FILE must not exist yet, since a running job may use its secret; got {path}") from None
     except OSError as problem:
         raise UserInputError(f"FILE must be one that can be written; got {path} ({problem.strerror})") from None
-    with os.fdopen(file, "w", encoding="ascii") as stream:
-        stream.write(text)
+    try:
+        with os.fdopen(file, "w", encoding="ascii") as stream:
+            stream.write(text)
+    except OSError as problem:
+        Path(path).unlink(missing_ok=True)
+        raise UserInputError(f"FILE must be one that can be written; got {path} ({problem.strerror})") from None
     what = "a new secret and a certificate" if certificate else "a new secret"
     return f"{path}: {what}; copy it to all machines, and name it with --secret-file or {VARIABLE}"
 

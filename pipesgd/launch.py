@@ -124,7 +124,7 @@ def _launch(argv: Sequence[str]) -> int:
                 ranks=config.nproc_per_node,
                 machine=given.node_rank,
                 machines=machines,
-                host=given.master_addr,
+                host=given.master_addr if several or port is not None else "127.0.0.1",
                 port=given.master_port if several else port,
             )
         if several:

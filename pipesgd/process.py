@@ -41,10 +41,7 @@ def begin() -> None:
     Under torchrun the first rank of each machine reports that it is starting, and every rank ends when its agent does.
     Further calls do nothing.
     """
-    if _parent is not None or not (under_torchrun() or OWN_LAUNCHER in os.environ):
-        return
-    _follow_parent()
-    if os.environ.get("LOCAL_RANK") == "0":
+    if follow_launcher() and os.environ.get("LOCAL_RANK") == "0":
         world_size = os.environ.get("WORLD_SIZE")
         where = at_port(os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
         say(f"starting rank {own_rank()} of {world_size}, which meets the others at {where}")
@@ -195,12 +192,15 @@ def restarts_left() -> int:
     return max(0, most - done)
 
 
-def _follow_parent() -> None:
-    """End this process when its parent has died, whatever it is doing: there must be no orphans.
+def follow_launcher() -> bool:
+    """End this process when the launcher that started it has died, whatever it is doing: there must be no orphans.
 
-    A thread checks for that. A stopped process runs no threads, so the kernel is asked to wake it (Linux).
+    A thread checks for that. A stopped process runs no threads, so the kernel is asked to wake it (Linux). Return False
+    if there is no launcher, or an earlier call has seen to that.
     """
     global _parent
+    if _parent is not None or not (under_torchrun() or OWN_LAUNCHER in os.environ):
+        return False
     _parent = os.getppid()
     if _adopted_by_init():
         _parent = 0  # the parent died before this process could look; no process has this number
@@ -214,6 +214,7 @@ def _follow_parent() -> None:
         end_if_orphan()
 
     threading.Thread(target=look, name="parent of this process", daemon=True).start()
+    return True
 
 
 def _adopted_by_init() -> bool:

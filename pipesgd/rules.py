@@ -16,7 +16,7 @@ from pipesgd.checks import one_of
 from pipesgd.codecs.options import NATIVE_CODECS
 from pipesgd.errors import UserInputError
 from pipesgd.pipeline_config import GRADIENT_SERVERS, SERVER_STRATEGIES
-from pipesgd.sections import AUTO
+from pipesgd.sections import AUTO, DEFAULT_FAREWELL_SECONDS
 from timing_model.buckets import WHOLE, Cut
 
 Options = Any
@@ -136,6 +136,9 @@ TRAINING: tuple[Rule, ...] = (
      "silence must be left out without --elastic, to which it belongs; got {o.silence:g}"),
     (lambda o: o.silence is not None and o.silence >= o.timeout,
      "silence must be less than --timeout, {o.timeout:g}, after which ranks give up a sum; got {o.silence:g}"),
+    (lambda o: o.elastic is not None and o.farewell_seconds not in (0, DEFAULT_FAREWELL_SECONDS),
+     "farewell-seconds must be 0 or left out with --elastic, whose ranks leave in a time of their own; got "
+     "{o.farewell_seconds:g}"),
     (lambda o: o.local_steps > 1 and o.accumulation > 1,
      "accumulation must be 1 with --local-steps, the other way to exchange less often; got {o.accumulation}"),
     (lambda o: o.corrects and o.optimizer == "nesterov",

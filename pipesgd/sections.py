@@ -18,7 +18,7 @@ from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, check_function, kind
 from pipesgd.options import check_values, option
 from timing_model.buckets import Cut
-from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES, Algorithm
+from timing_model.schedules import ALL_REDUCES, MOST_WIDTH, SEGMENT_BYTES, Algorithm
 from timing_model.units import parse_bandwidth
 
 PIPELINED = {"strategy": ("pipelined",)}
@@ -38,11 +38,8 @@ PREDICTIONS: tuple[str, ...] = get_args(PredictionName)
 OUTERS: tuple[str, ...] = get_args(OuterName)
 ON_NONFINITE: tuple[str, ...] = get_args(OnNonfinite)
 
-DEFAULT_TIMEOUT = 120.0
-"""Seconds that a rank waits for another one unless it is told otherwise."""
-
-MAX_WIDTH = 64
-"""Largest width: each unit costs one copy of the gradient and one iteration of staleness."""
+DEFAULT_TIMEOUT, DEFAULT_FAREWELL_SECONDS = 120.0, 20.0
+"""Seconds that a rank waits for another one, and that all have to stop, unless they are told otherwise."""
 
 MAX_CONNECTIONS = 16
 
@@ -315,9 +312,9 @@ def cut_of(buckets: int | str) -> Cut:
 def check_width(width: int) -> None:
     """Raise ``UserInputError`` unless a pipeline can have this width."""
     check_at_least("width", width, 1)
-    if width > MAX_WIDTH:
+    if width > MOST_WIDTH:
         raise UserInputError(
-            f"width must be at most {MAX_WIDTH}, since every unit costs a copy of the gradient; got {width}"
+            f"width must be at most {MOST_WIDTH}, since every unit costs a copy of the gradient; got {width}"
         )
 
 

@@ -57,6 +57,10 @@ OF_THE_COMMAND = [
         "local-steps, outer and fragments must be left out with --elastic, which sums gradients alone; got "
         "--local-steps",
     ),
+    (
+        f"{SURVIVING} --farewell-seconds 5",
+        "farewell-seconds must be 0 or left out with --elastic, whose ranks leave in a time of their own; got 5",
+    ),
     (f"{SURVIVING} --trace", "trace must be left out with --elastic, since its file has a row for each rank; got True"),
     (
         "--codec topk --all-reduce all-to-all",

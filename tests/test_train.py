@@ -310,6 +310,7 @@ def test_another_run_is_not_touched_unless_asked_to(tmp_path: Path) -> None:
         ("--resume --width 3", "width must be that of the run to resume, 2; got 3"),
         ("--overwrite --fragments 5", "fragments must be at most 4, the number of parameters; got 5"),
         ("--overwrite --buckets 5", "buckets must be at most the number of parameters, 4; got 5"),
+        ("--overwrite --elastic 3 --transport tcp", "elastic must be at most the number of ranks, 2; got 3"),
         (
             "--overwrite --codec int8 --codec-block 1872 --rate-limit 1mbit",
             "codec-block must encode to at most 1875 bytes, a message's at this rate-limit; got 1872 values, "

@@ -11,7 +11,7 @@ from timing_model import critical_path
 from timing_model.checks import check_at_least, check_count
 from timing_model.critical_path import SegmentCosts
 from timing_model.gloo import native_all_reduce_time
-from timing_model.own_schedules import algorithm_of, check_all_reduce, schedules_of
+from timing_model.own_schedules import check_all_reduce, schedules_of
 from timing_model.params import FLOAT_BYTES, CodecCost, LinkParams, Parts, PlacedLink, uncompressed
 from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Schedule, hierarchical, segments_of
 from timing_model.simulate_messages import Network, Step, at_once, priced, simulate_messages, steps_of
@@ -60,7 +60,7 @@ def chunks_of(all_reduce: str, world_size: int) -> int:
         return 1 << (world_size.bit_length() - 1)
     if all_reduce in ("ring", "gather-ring", "all-to-all", "hierarchical"):
         return world_size
-    return algorithm_of(all_reduce)(0, world_size).chunks
+    return _schedules(all_reduce, world_size, 1)[0].chunks
 
 
 def all_reduce_time(

@@ -230,7 +230,9 @@ def _accumulation(found: Plan, space: Space) -> str | None:
         return None
     width = max(min(one for one in space.widths if one > 1), choice.job.width)
     computation = times_of(choice.job, costs_of(choice.job)).total
-    ratio = choice.collective.total / computation if computation > 0 else math.inf
+    if computation == 0:
+        return None
+    ratio = choice.collective.total / computation
     times = f"Communication takes {ratio:,.0f} times" if ratio >= MANY else f"Communication takes {ratio:.1f} times"
     factor = hiding(choice, width)
     if factor is None:

@@ -62,10 +62,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "timing-model") ->
     try:
         text = _run(list(argv), program)
     except ValueError as error:
-        field, _, rest = str(error).partition(" ")
-        option = field.replace("_", "-") if re.fullmatch("[a-z_]+", field) else field  # or a field of a file
-        print(f"error: {option} {rest}", file=sys.stderr)
-        return 2
+        return refused(error)
     if sys.stdout.isatty() and not text.startswith("{"):
         text = folded(text, shutil.get_terminal_size().columns)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -76,6 +73,21 @@ def main(argv: Sequence[str] | None = None, *, program: str = "timing-model") ->
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python will write the rest at its end
         return EXIT_UNREAD
     return 0
+
+
+def refused(error: ValueError) -> int:
+    """Print what is wrong in a line on stderr, and return the exit code for it."""
+    field, _, rest = str(error).partition(" ")
+    option = field.replace("_", "-") if re.fullmatch("[a-z_]+", field) else field  # or a field of a file
+    print(f"error: {option} {rest}", file=sys.stderr)
+    return 2
+
+
+def check_plan(words: Sequence[str], *, program: str) -> None:
+    """Raise ``ValueError`` if these are no options of ``plan``, or those of the job do not go together."""
+    given = _parser("plan", program).parse(list(words))
+    check_plot(None if given.plot is None else Path(given.plot))
+    base_of(given)
 
 
 def script() -> int:
@@ -91,20 +103,26 @@ def _run(argv: list[str], program: str) -> str:
     if argv == ["--version"]:
         return f"timing-model {__version__}"
     check_one_of("command", argv[0], list(COMMANDS))
-    add_options, answer = COMMANDS[argv[0]]
-    options = Parser(
-        prog=f"{program} {argv[0]}",
-        description=answer.__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_options(options)
+    options = _parser(argv[0], program)
     if {"-h", "--help"} & set(argv[1:]):
         return options.format_help().rstrip()
     given = options.parse(argv[1:])
     given.plot = None if given.plot is None else Path(given.plot)
     check_plot(given.plot)
-    return answer(given)
+    return COMMANDS[argv[0]][1](given)
+
+
+def _parser(command: str, program: str) -> Parser:
+    """Return the parser of the words that follow a command."""
+    add_options, answer = COMMANDS[command]
+    options = Parser(
+        prog=f"{program} {command}",
+        description=answer.__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_options(options)
+    return options
 
 
 def _add_predict(options: Parser) -> None:
@@ -160,7 +178,7 @@ def _plan(given: Namespace) -> str:
     found = plan(
         base,
         space,
-        accuracy_cost=dict(map(_accuracy_cost, wanted.accuracy_cost)),
+        accuracy_cost=_accuracy_costs(wanted.accuracy_cost),
         extrapolate=given.extrapolate,
     )
     if given.plot:
@@ -207,11 +225,16 @@ def _choice(choice: Choice) -> dict[str, object]:
     }
 
 
-def _accuracy_cost(text: str) -> tuple[str, float]:
-    found = re.fullmatch(r"([\w-]+)=(\d+(?:\.\d+)?)(%?)", text)
-    if found is None:
-        raise ValueError(f"accuracy_cost must be a name and a share, such as width=1%; got {text!r}")
-    return found[1], float(found[2]) / (100 if found[3] else 1)
+def _accuracy_costs(texts: Sequence[str]) -> dict[str, float]:
+    costs: dict[str, float] = {}
+    for text in texts:
+        found = re.fullmatch(r"([\w-]+)=(\d+(?:\.\d+)?)(%?)", text)
+        if found is None:
+            raise ValueError(f"accuracy_cost must be a name and a share, such as width=1%; got {text!r}")
+        if found[1] in costs:
+            raise ValueError(f"accuracy_cost must be given once for each name; got {found[1]} twice")
+        costs[found[1]] = float(found[2]) / (100 if found[3] else 1)
+    return costs
 
 
 @dataclass(frozen=True, kw_only=True)

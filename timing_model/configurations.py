@@ -82,10 +82,11 @@ def _call(job: Job) -> str:
     if job.strategy == "ddp":
         hook = "" if job.codec == UNCOMPRESSED else f" and model.register_comm_hook(None, {HOOK})"
         return f"model = DistributedDataParallel(layers){hook}, without pipesgd"
-    exchange = _joined(f'codec="{job.codec}"', _wire(job, buckets=job.width > 1))
-    if job.width == 1:
+    compressed = job.width == 1 and not job.gathered  # whose parts no hook of DistributedDataParallel gathers
+    exchange = _joined(f'codec="{job.codec}"', _wire(job, buckets=not compressed))
+    if compressed:
         return f"pipesgd.ddp.compress(model, {exchange}){_own_buckets(job)}"
-    if job.cut == WHOLE:
+    if job.cut == WHOLE and job.width > 1:
         return f"pipesgd.ddp.attach(model, optimizer, width={job.width}, {exchange})"
     return (
         f"pipesgd.Pipelined(layers, optimizer, width={job.width}, {exchange}) in a loop without DistributedDataParallel"

@@ -22,7 +22,7 @@ from timing_model.iteration import (
 )
 from timing_model.job import Job
 from timing_model.measured import LINK, Estimate, LinkProfile
-from timing_model.parameter_server import parameter_server_time
+from timing_model.parameter_server import Servers, parameter_server_time
 from timing_model.params import (
     FLOAT_BYTES,
     CodecCost,
@@ -287,7 +287,8 @@ def correction_of(job: Job) -> tuple[float, float] | None:
     """Return the factor on the formula's time of the collective, and the share by which it may be off; None if this
     all-reduce, or parameter server, was not measured among this many ranks, or there are islands."""
     corrections = job.cluster.corrections_of(job.measured_as)
-    if corrections is None or job.gathered or job.islands.members > 1:
+    unmeasured = job.strategy == "ps-sync" and job.servers != Servers()  # one server, next to a worker, is measured
+    if corrections is None or job.gathered or job.islands.members > 1 or unmeasured:
         return None
     sums = 1 if job.low_rank is None else 2
     return corrections.at(job.world_size, job.wire_bytes / sums)

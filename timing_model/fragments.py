@@ -12,6 +12,7 @@ from timing_model.buckets import Cut
 from timing_model.costs import costs_of, iteration_time
 from timing_model.iteration import IterationTime
 from timing_model.job import Job
+from timing_model.measured import ComputeProfile, LowRankProfile
 from timing_model.params import ComputeTimes
 from timing_model.predict import Answer, predict
 
@@ -46,10 +47,19 @@ def windows_of(job: Job, local_steps: int, fragments: int) -> list[Job]:
         both = inner.plus(outer)
         compute = dataclasses.replace(compute, update=both, late_update=both)
     cut = [
-        dataclasses.replace(compute, tensors=fragment, released=())
+        dataclasses.replace(compute, tensors=fragment, released=(), low_rank=_share_of(compute, fragment))
         for fragment in fragments_of(compute.tensors, fragments)
     ]
     return [dataclasses.replace(job, local_steps=local_steps, compute=own) for own in cut]
+
+
+def _share_of(compute: ComputeProfile, fragment: tuple[int, ...]) -> LowRankProfile | None:
+    """Return the part of the model's factors that belongs to the ``fragment``, in the mean of all of them."""
+    low, share = compute.low_rank, sum(fragment) / compute.numel
+    if low is None:
+        return None
+    left, right = (round(share * numel) for numel in (low.left, low.right))
+    return dataclasses.replace(low, left=left, right=right, work=low.work.times(share))
 
 
 def in_windows(job: Job, local_steps: int, fragments: int) -> Job:

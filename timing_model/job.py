@@ -31,7 +31,7 @@ from timing_model.own_schedules import check_all_reduce
 from timing_model.parameter_server import Servers
 from timing_model.params import FLOAT_BYTES, Noise, Parts
 from timing_model.presets import CODECS
-from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.schedules import ALL_REDUCES, MOST_WIDTH, SEGMENT_BYTES
 from timing_model.units import parse_price
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
@@ -136,11 +136,10 @@ class Job:
         for name in ("world_size", "width", "segment_bytes", "local_steps", "accumulation"):
             check_count(name, getattr(self, name))
         check_at_least("loader_workers", self.loader_workers, 0)
-        if self.world_size > LARGEST_WORLD:
-            raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
-        for name in ("local_steps", "accumulation"):
-            if getattr(self, name) > self.most_micro_batches:
-                raise ValueError(f"{name} must be at most {self.most_micro_batches}; got {getattr(self, name)}")
+        most = {"world_size": LARGEST_WORLD, "width": MOST_WIDTH}
+        for name, number in (most | dict.fromkeys(("local_steps", "accumulation"), self.most_micro_batches)).items():
+            if getattr(self, name) > number:
+                raise ValueError(f"{name} must be at most {number}; got {getattr(self, name)}")
         if self.local_steps > 1 and self.accumulation > 1:
             raise ValueError(f"accumulation must be 1 with local_steps; got {self.accumulation}")
         check_one_of("strategy", self.strategy, STRATEGIES)
@@ -215,6 +214,10 @@ class Job:
             )
 
     def _check_all_reduce(self) -> None:
+        if self.all_reduce in (None, "native") and self.segment_bytes != SEGMENT_BYTES:
+            raise ValueError(
+                f"segment_bytes must be left out with {self.measured_as}, which has its own; got {self.segment_bytes}"
+            )
         if self.strategy == "ps-sync":
             if self.all_reduce is not None:
                 raise ValueError(f"all_reduce must be left out with strategy ps-sync; got {self.all_reduce}")
@@ -237,8 +240,6 @@ class Job:
                 f"world_size must be {powers}at most {each * LARGEST_SIMULATED}, with {self.all_reduce}, whose "
                 f"messages are simulated; got {self.world_size}"
             )
-        if self.all_reduce == "native" and self.segment_bytes != SEGMENT_BYTES:
-            raise ValueError(f"segment_bytes must be left out with native, which has its own; got {self.segment_bytes}")
 
     def check_messages(self) -> None:
         """Raise ``ValueError`` if the messages cannot be followed: no link leads where one is sent, or there are too
@@ -252,7 +253,7 @@ class Job:
                     f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no "
                     "table [[link]] of the cluster's file connects them"
                 )
-        if self.segment_bytes < self.least_segment_bytes:
+        if self.all_reduce not in (None, "native") and self.segment_bytes < self.least_segment_bytes:
             raise ValueError(
                 f"segment_bytes must be at least {self.least_segment_bytes} for {self.nbytes} bytes on {p} ranks, or "
                 f"this would take too long; got {self.segment_bytes}"

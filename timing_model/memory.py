@@ -5,8 +5,8 @@ from __future__ import annotations
 from timing_model.job import Job
 from timing_model.units import format_bytes, format_bytes_up
 
-FEW_BITS = 8
-"""Bits of a value on the wire below which a codec keeps a residual by default."""
+FEW_BITS, DRAWN = 8, ("ternary", "qsgd")
+"""Bits of a value on the wire below which a codec keeps a residual by default, and codecs that draw instead."""
 
 
 def rank_memory(job: Job) -> float | None:
@@ -18,7 +18,8 @@ def rank_memory(job: Job) -> float | None:
         M_K = \left(\frac{s}{\mu} + 1 - s\right) n\,(2 q + 2 K + 4 + z)
 
     n are the bytes of the whole model, of which a share s is split over the mu members of an island (0 without any); q
-    is ``optimizer_state``, and z is 1 for a codec that keeps a residual, otherwise 0. These are the weights, the
+    is ``optimizer_state``, and z is b/32 with a codec of b bits, whose bytes are kept next to the gradient that they
+    encode, and 1 more if it keeps a residual; without a codec it is 0. These are the weights, the
     optimizer's state, gradients on their way and the one that the backward pass computes, and in a pipeline what its
     prediction needs: the most of what docs/method.md lists. Weights that FSDP2 has gathered, and a second residual with
     ``--on-nonfinite skip``, are left out, too. Parameter servers and local steps are not known.
@@ -36,7 +37,9 @@ def rank_memory(job: Job) -> float | None:
         return None
     codec = job.codec_profile
     copies = job.islands.optimizer_state + 3 if job.width == 1 else 2 * (job.islands.optimizer_state + job.width + 2)
-    copies += job.low_rank is not None or (codec is not None and codec.bits < FEW_BITS)
+    copies += job.low_rank is not None
+    if codec is not None and not codec.gathered:
+        copies += codec.bits / 32 + (codec.bits < FEW_BITS and job.codec not in DRAWN)
     return job.mesh.held * job.nbytes * copies
 
 

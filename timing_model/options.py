@@ -45,7 +45,7 @@ class Cluster:
     latency: float | None = option(None, parse_seconds, "50us")
     """Latency of a message."""
     bandwidth: float | None = option(None, parse_bandwidth, "10Gbit/s")
-    """Rate of each rank's link, packet headers included; the limit where ranks limit their rate below it."""
+    """Rate of each rank's link, packet headers included: 1.05 times --rate-limit, which counts none."""
     world_size: int = option(dataclasses.MISSING, whole(), "P")
     """Number of ranks."""
 
@@ -292,6 +292,8 @@ def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
         raise ValueError(f"slow_ranks must be at most {given.world_size}; got {len(given.slow_ranks)}")
     if present.keys() - {"samples"}:
         present["measured"] = ()  # with other noise, or another time of loading
+    if given.samples is not None and compute.batch_size == 0:
+        raise ValueError(f"samples must be left out without --batch-size; got {given.samples}")
     changed = dataclasses.replace(compute, **present)
     if given.persistence and changed.cv == 0:
         raise ValueError(f"persistence must come with a cv above 0; got {given.persistence:g} without one")

@@ -51,9 +51,18 @@ def schedules_of(all_reduce: str, world_size: int) -> list[Schedule]:
 
     Raises ``ValueError`` if they are wrong.
     """
-    schedules = [algorithm_of(all_reduce)(rank, world_size) for rank in range(world_size)]
-    if ":" in all_reduce:
-        check_schedules(all_reduce, schedules)
+    algorithm = algorithm_of(all_reduce)
+    if ":" not in all_reduce:
+        return [algorithm(rank, world_size) for rank in range(world_size)]
+    try:
+        schedules = [algorithm(rank, world_size) for rank in range(world_size)]
+    except Exception as error:  # a function of the user's own may raise anything
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"all-reduce {all_reduce} must return a schedule for each of {world_size} ranks; got "
+            f"{type(error).__name__}: {said}"
+        ) from error
+    check_schedules(all_reduce, schedules)
     return schedules
 
 
@@ -68,6 +77,8 @@ def check_schedules(name: str, schedules: Sequence[Schedule]) -> None:
             raise ValueError(  # noqa: TRY004 (like all errors of callers)
                 f"all-reduce {name} must return a timing_model.schedules.Schedule; got {type(schedule).__name__}"
             )
+        if schedule.chunks < 1:
+            raise ValueError(f"all-reduce {name} must cut the values into at least 1 chunk; got {schedule.chunks}")
         if schedule.chunks != schedules[0].chunks:
             raise ValueError(
                 f"all-reduce {name} must cut the values into the same number of chunks on all ranks; "

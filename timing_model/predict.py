@@ -121,7 +121,7 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     if job.measured is not None:
         iteration, found = as_measured(job, iteration), job.measured.iteration
         below, above = found.value - found.low, found.high - found.value
-    one = job.changed(width=1, members=1)
+    one = job.changed(width=1, members=1, all_reduce="ring") if job.islands.members > 1 else job.changed(width=1)
     alone = loaded_time(one, costs_of(one), lambda times: IterationTime(times.total, times.total, 0.0, 0.0, 0.0)).total
     workers, batch_size = job.workers, job.accumulated.batch_size
     per_epoch = job.iterations_per_epoch

@@ -27,6 +27,8 @@ from functools import cached_property
 SEGMENT_BYTES = 1 << 20
 """Default size of the largest message, in bytes. In measurements, smaller segments pay a rendezvous each, and larger
 ones leave gaps on a slow link while ranks compute."""
+MOST_WIDTH = 64
+"""Largest width: each unit costs one copy of the gradient and one iteration of staleness."""
 LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
 """Fewest segments of a chunk, as long as that leaves messages of at least the second number, in bytes. A step waits
 for the previous one only segment by segment: with a second segment on its way, a rank that the computation delays

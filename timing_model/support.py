@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from timing_model.job import DDP_CODECS, Job
 from timing_model.measured import UNCOMPRESSED
+from timing_model.parameter_server import Servers
 from timing_model.presets import HOST
 from timing_model.units import format_bytes
 
@@ -90,8 +91,9 @@ def support_of(job: Job) -> Support:
     if job.world_size > 1:
         sizes = ", ".join(map(str, ranges.world_sizes))
         what = f"{job.world_size} ranks"
-        beyond(job.world_size, min(ranges.world_sizes), max(ranges.world_sizes), what, sizes)
-        if ranges.ranks_per_core > 1 and not reasons and job.world_size not in ranges.world_sizes:
+        least, most = min(ranges.world_sizes), max(ranges.world_sizes)
+        beyond(job.world_size, least, most, what, sizes)
+        if ranges.ranks_per_core > 1 and least < job.world_size < most and job.world_size not in ranges.world_sizes:
             reasons.append((EXTRAPOLATED, f"{what} on shared cores; measured: {sizes}"))
         limits = ranges.smallest_bytes, ranges.largest_bytes
         measured = " to ".join(dict.fromkeys(map(format_bytes, limits)))
@@ -108,6 +110,8 @@ def support_of(job: Job) -> Support:
             reasons.append((EXTRAPOLATED, "parts of gradients are gathered; measured: sums of whole gradients"))
         if job.strategy == "ps-sync" and cluster.sharing is None:
             reasons.append((OUTSIDE, "parameter servers were not measured"))
+        elif job.strategy == "ps-sync" and job.servers != Servers():
+            reasons.append((EXTRAPOLATED, "measured: one parameter server, next to a worker"))
     batches = [one.batch_size for one in cluster.compute if one.model == job.compute.model]
     if not batches:
         reasons.append((EXTRAPOLATED, "the computation is as given; it was not measured"))

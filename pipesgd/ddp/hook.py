@@ -23,7 +23,8 @@ def check_model(ddp_model: DistributedDataParallel) -> None:
     """Refuse what is not a DistributedDataParallel whose gradients can be taken over.
 
     Raises:
-        UserInputError: it is another module, has a communication hook already, or reduces in mixed precision.
+        UserInputError: it is another module, has a communication hook already, reduces in mixed precision, or leaves
+            buckets out.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise UserInputError(_no_ddp(ddp_model))
@@ -35,6 +36,8 @@ def check_model(ddp_model: DistributedDataParallel) -> None:
         raise UserInputError(f"ddp_model must have no communication hook; got one with {hook.__qualname__}")
     if ddp_model.mixed_precision is not None:
         raise UserInputError("ddp_model must be made without mixed_precision=; use torch.autocast in the loop")
+    if getattr(ddp_model, "skip_all_reduce_unused_params", False):  # newer torch's; its hooks see some buckets alone
+        raise UserInputError("ddp_model must be made without skip_all_reduce_unused_params=True; got it")
 
 
 def _no_ddp(model: Any) -> str:

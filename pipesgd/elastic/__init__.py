@@ -45,6 +45,10 @@ def join(
         UserInputError: the launcher's variables, the secret or an argument cannot be.
         CommunicationError: not every rank could be reached.
     """
+    from pipesgd.process import follow_launcher
+
+    follow_launcher()  # before anything that takes long
+
     import torch
 
     from pipesgd.checks import check_at_least, check_one_of

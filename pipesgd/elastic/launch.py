@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from pipesgd.errors import named
+from pipesgd.errors import UserInputError, named
 from pipesgd.exit import EXIT_TRY_AGAIN
 from pipesgd.process import say, signal_name, variables_of_rank
 
@@ -37,6 +37,9 @@ def launch_elastic(
         machines: number of machines.
         host: address of machine 0.
         port: port at which ranks meet there; None if this is the only machine.
+
+    Raises:
+        UserInputError: the program cannot be started.
     """
     first = machine * ranks
     port = _free_port(host) if port is None else port
@@ -77,7 +80,10 @@ def launch_elastic(
             own = variables_of_rank(
                 first + local, machines * ranks, local_rank=local, local_world_size=ranks, host=host, port=port
             )
-            started[first + local] = subprocess.Popen([program, *words], env=os.environ | own)
+            try:
+                started[first + local] = subprocess.Popen([program, *words], env=os.environ | own)
+            except OSError as problem:
+                raise UserInputError(f"program must be one that runs; got {program}: {problem.strerror}") from None
         for number in early:
             forward(number, None)
         of_process = {process.pid: rank for rank, process in started.items()}

@@ -27,24 +27,11 @@ LOCK_SECONDS = 1.0
 
 
 class ElasticRun(Run):
-    """A run on a member; see ``Run``.
-
-    Raises:
-        UserInputError: members have samples of their own, or there are fewer of them than train.
-    """
+    """A run on a member; see ``Run``."""
 
     def __init__(self, job: Job):
         ranks = job.ranks
         assert isinstance(ranks, ElasticRanks)
-        if job.data.sharded:
-            raise UserInputError.on_all_ranks(
-                "the data set must be the same on all ranks with --elastic, since a lost rank's samples are given to "
-                "others; got one in which each rank has its own"
-            )
-        if ranks.members.least > ranks.world_size:
-            raise UserInputError.on_all_ranks(
-                f"elastic must be at most the number of ranks, {ranks.world_size}; got {ranks.members.least}"
-            )
         self._ranks = ranks
         self._span: Span | None = None
         """Span of the samples that this member takes."""

@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from pipesgd.errors import UserInputError, warn
 from pipesgd.process import say, variables_of_first
+from timing_model.cli import check_plan, refused
 from timing_model.cli import main as answer
 from timing_model.units import format_bytes, format_seconds
 
@@ -68,6 +70,8 @@ def split(words: Sequence[str]) -> tuple[list[str], Path, list[Path], list[str]]
     for one in links:
         if not one.exists():
             raise UserInputError(f"link must be a file or folder that the program reads; got {one.name}, which is none")
+        if one.name in ("", "..") or sum(one.name == other.name for other in links) > 1:
+            raise UserInputError(f"link must have a name of its own in the program's folder; got {one.name or one}")
     return rest, program, links, arguments
 
 
@@ -172,23 +176,46 @@ def _many(number: int, what: str, ending: str = "s") -> str:
     return f"{number} {what}{ending if number != 1 else ''}"
 
 
+@contextlib.contextmanager
+def _signals_as_exits() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process by an exception, so that the program and its folder do not remain."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for number in heard:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def main(argv: Sequence[str], program: str) -> int:
     """Answer ``pipesgd plan --from``; return the exit code."""
+    if {"-h", "--help"} & set(argv[: argv.index(END)] if END in argv else argv):
+        return answer(["plan", "--help"], program=program)
     try:
         words, path, links, arguments = split(argv[1:])
         world_size = world_size_of(words)
+        check_plan([*words, "--model", path.name, "--tensors", "1", "--compute", "1s"], program=program)
         say(
             f"running {path.name} as rank 0 of {world_size} for some iterations, in a temporary folder; what it writes "
             "to absolute paths is not held back"
         )
-        found = observe(path, links, arguments, world_size)
+        with _signals_as_exits():
+            found = observe(path, links, arguments, world_size)
     except UserInputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ValueError as error:
+        return refused(error)
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
-    print(describe(path, found), flush=True)
+    print(describe(path, found), file=sys.stderr if "--json" in words else sys.stdout, flush=True)
     more = ["--model", path.name, "--tensors", *map(str, found["tensors"])]
     more += ["--compute", f"{found['compute_s'] / found['passes']}s", "--update", f"{found['update_s']}s"]
     more += ["--accumulation", str(found["passes"])] if found["passes"] > 1 else []

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pipesgd.process import follow_launcher
+
 NAME = "echo"
 STEPS, UNTIMED = 12, 4
 """Steps of the optimizer after which the program ends, and those that are not timed: the first ones take longer."""
@@ -328,6 +330,7 @@ def prepare(world_size: int) -> None:
 def main() -> None:
     """Run the program, as Python would."""
     descriptor, world_size, program, *arguments = sys.argv[1:]
+    follow_launcher()  # it has a process group of its own, which no signal to the command reaches
     told = os.fdopen(int(descriptor), "w", buffering=1, encoding="utf-8")
     observer = Observer(lambda values: print(json.dumps(values), file=told))
     prepare(int(world_size))

@@ -63,7 +63,7 @@ def build_schedule(config: OptimizationConfig, optimizer: Optimizer, iterations:
         if iteration < rise:
             return (iteration + 1) / rise
         if config.schedule == "cosine":
-            return (1 + math.cos(math.pi * (iteration - rise) / (iterations - rise))) / 2
+            return (1 + math.cos(math.pi * (iteration - rise) / max(1, iterations - rise))) / 2
         return 1.0
 
     return LambdaLR(optimizer, share)

@@ -21,7 +21,7 @@ from pipesgd.report.page import write_report
 from pipesgd.run.files import write_text_atomically
 from pipesgd.run.output import REPORT_FILE
 
-PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".pdf")
+PAGES = (".html", ".htm")
 OUTPUT_HELP = "file of HTML to write"
 
 
@@ -73,12 +73,10 @@ def _written(path: Path, write: Callable[[], None]) -> None:
     """Call ``write``, which writes ``path``.
 
     Raises:
-        UserInputError: it cannot be written, or is named as something else.
+        UserInputError: it cannot be written, or is named as something else, which might be replaced.
     """
-    if path.suffix.lower() in PICTURES:
-        raise UserInputError(
-            f"output must be a file of HTML, such as {path.with_suffix('.html').name}; got {path.name}"
-        )
+    if path.suffix.lower() not in PAGES:
+        raise UserInputError(f"output must be a file of HTML, such as {path.stem or 'page'}.html; got {path.name!r}")
     try:
         write()
     except OSError as failure:

@@ -85,10 +85,23 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         augmentation=augmentation_of(config, data),
     )
     check_model(config.optimization, model)
+    if config.run.elastic is not None:
+        _check_members(config.run.elastic, data, ranks.world_size)
     if config.pipeline.strategy == "pipelined":
         check_cut(config, model, reduce_of(config, data, model, ranks.world_size))
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
     return data, batches, model, torch.device(config.run.device)
+
+
+def _check_members(least: int, data: DataSplits, world_size: int) -> None:
+    """Raise ``UserInputError`` unless there are as many ranks as must train, with samples that others can take over."""
+    if least > world_size:
+        raise UserInputError(f"elastic must be at most the number of ranks, {world_size}; got {least}")
+    if data.sharded:
+        raise UserInputError(
+            "the data set must be the same on all ranks with --elastic, since a lost rank's samples are given to "
+            "others; got one in which each rank has its own"
+        )
 
 
 def _check_gpus(gpus: int, ranks: int) -> None:

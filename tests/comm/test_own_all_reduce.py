@@ -91,6 +91,7 @@ def swapped(rank: int, operations: list[Operation]) -> None:
             lambda rank, p: dataclasses.replace(ring(rank, p), chunks=p + rank),
             "must cut the values into the same number of chunks on all ranks; got 3 on rank 0, 4 on rank 1",
         ),
+        (lambda rank, p: Schedule(chunks=0, operations=()), "must cut the values into at least 1 chunk; got 0"),
         (
             lambda rank, p: Schedule(chunks=1, operations=()),
             "must have every rank encode every chunk once by itself; got chunk 0 encoded 0 times on rank 0",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -50,6 +51,16 @@ def made(path: Path) -> Secret:
     found = job_secret(path)
     assert found is not None
     return found
+
+
+def test_no_file_is_left_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, *options: object, **more: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(keys.os, "fdopen", full)
+    with pytest.raises(UserInputError, match=r"^FILE must be one that can be written; got .*No space left on device"):
+        keys.make(tmp_path / "secret")
+    assert not list(tmp_path.iterdir())
 
 
 def rank_store(store: dist.Store, secret: Secret | None) -> dist.Store:

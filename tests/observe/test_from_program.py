@@ -17,7 +17,7 @@ from conftest import REPOSITORY
 
 from experiments.command import torchrun
 from pipesgd.errors import UserInputError
-from pipesgd.observe.plan import describe, observe, split, world_size_of
+from pipesgd.observe.plan import describe, main, observe, split, world_size_of
 
 SMALL = """
 import torch
@@ -141,7 +141,10 @@ def test_a_program_that_cannot_be_observed_is_refused(options: dict[str, str], m
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_program_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_ends_the_program_too(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     mark = tmp_path / "mark"
     path = program(
         tmp_path,
@@ -151,10 +154,13 @@ def test_ctrl_c_ends_the_program_too(tmp_path: Path) -> None:
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         wait_until(mark.exists, timeout=60.0)
         time.sleep(0.1)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         _, said = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert said.splitlines()[-1] == "stopped by Ctrl-C"
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert (said.splitlines()[-1] == "stopped by Ctrl-C") == (number == signal.SIGINT)
+    if number != signal.SIGKILL:
+        left = {one.name for one in (tmp_path / "temporary").iterdir()}
+        assert all(name.startswith("torchinductor") for name in left), "torch has a folder of its own"
     wait_until(lambda: not Path("/proc", mark.read_text()).exists())
 
 
@@ -180,6 +186,11 @@ def test_words_are_those_of_the_plan_and_those_of_the_program(tmp_path: Path) ->
             "--from train.py --link nowhere",
             "link must be a file or folder that the program reads; got nowhere, which is none",
         ),
+        (
+            "--from train.py --link train.py --link ./train.py",
+            "link must have a name of its own in the program's folder; got train.py",
+        ),
+        ("--from train.py --link ..", "link must have a name of its own in the program's folder; got .."),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(
@@ -190,6 +201,32 @@ def test_wrong_words_are_refused_in_one_line(
     with pytest.raises(UserInputError) as caught:
         split(words.split())
     assert str(caught.value) == message
+
+
+def test_what_is_no_plan_is_refused_before_the_program_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for words, told in {
+        "--world-size 4 --netwrok 1GbE": "error: every option must be one that --help lists; got --netwrok",
+        "--world-size 4": "error: cluster must be given, or --network, or --latency and --bandwidth; got none",
+    }.items():
+        assert main(["plan", "--from", "train.py", *words.split()], program="pipesgd") == 2
+        out, error = capsys.readouterr()
+        assert (out, error[: len(told)]) == ("", told)
+    assert main(["plan", "--from", "train.py", "--help"], program="pipesgd") == 0
+    assert capsys.readouterr().out.startswith("usage: pipesgd plan ")
+
+
+@pytest.mark.slow
+def test_with_json_all_of_the_answer_is_json(tmp_path: Path) -> None:
+    words = ["plan", "--from", str(program(tmp_path)), "--network", "1GbE", "--world-size", "4", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipesgd", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert json.loads(done.stdout)["predicted"]["job"]["model"] == "train.py"
+    assert "train.py: 0.06 M parameters" in done.stderr
 
 
 @pytest.mark.parametrize("words", ["", "--world-size", "--world-size 1", "--world-size four"])

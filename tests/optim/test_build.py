@@ -113,6 +113,7 @@ def test_a_learning_rate_rises_linearly_and_then_follows_its_schedule() -> None:
     assert rates(6, lr_warmup=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     assert rates(8, schedule="cosine", lr_warmup=4)[4:] == rates(4, schedule="cosine")
     assert rates(2, schedule="cosine", lr_warmup=4) == [0.5, 1.0], "a run that ends while it rises"
+    assert rates(2, schedule="cosine", lr_warmup=2) == [1.0, 2.0], "and one that ends when it has risen"
 
 
 @pytest.mark.parametrize("name", ["sgd", "nesterov", "adam", "adamw"])

@@ -474,6 +474,8 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: pytest.Capt
     write_run(tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "run.json").write_text("[]")
+    kept = tmp_path / "model.pt"
+    kept.write_text("weights")
     of_train = "run must be a folder that pipesgd.train has written; got"
     for words, told in {
         (
@@ -481,11 +483,17 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: pytest.Capt
         ): f"{of_train} {tmp_path}, which has no run.json (there are runs in it: {tmp_path}/a, {tmp_path}/b)",
         (str(tmp_path / "c"),): f"{of_train} {tmp_path}/c, which is no folder",
         (str(tmp_path / "b"),): f"{of_train} {tmp_path}/b, whose run.json describes no run",
-        (str(tmp_path / "a"), "--output", f"{tmp_path}/c/d"): (
-            f"output must be a file that can be written; got {tmp_path}/c/d: No such file or directory"
+        (str(tmp_path / "a"), "--output", f"{tmp_path}/c/d.html"): (
+            f"output must be a file that can be written; got {tmp_path}/c/d.html: No such file or directory"
         ),
+        (str(tmp_path / "a"), "--output", ""): "output must be a file of HTML, such as page.html; got ''",
+        (
+            str(tmp_path / "a"),
+            "--output",
+            str(kept),
+        ): "output must be a file of HTML, such as model.html; got 'model.pt'",
         (str(tmp_path / "a"), "--output", f"{tmp_path}/losses.png"): (
-            "output must be a file of HTML, such as losses.html; got losses.png"
+            "output must be a file of HTML, such as losses.html; got 'losses.png'"
         ),
         (): "the following arguments are required: run (see pipesgd report --help)",
         ("a", "--outptu"): "unrecognized arguments: --outptu (see pipesgd report --help)",
@@ -493,6 +501,7 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: pytest.Capt
         assert commands.report(["report", *words], program="pipesgd") == 2
         assert capsys.readouterr().err == f"error: {told}\n"
     assert not (tmp_path / "c").exists()
+    assert kept.read_text() == "weights"
 
 
 @pytest.mark.slow

@@ -372,6 +372,13 @@ BAD = {
     f"plan {HAND} --codecs int9": "codec must be one of ",
     f"plan {HAND} --widths 0": "widths must be a whole number of at least 1; got '0'",
     f"plan {HAND} --strategies dpp": "strategy must be one of ",
+    f"plan {HAND} --accuracy-cost width=1 width=2": "accuracy-cost must be given once for each name; got width twice",
+    f"predict {HAND} --samples 1000": "samples must be left out without --batch-size; got 1000",
+    f"predict {HAND} --width 1000000000000": "width must be at most 64; got 1000000000000",
+    f"predict {HAND} --all-reduce operator:add": (
+        "all-reduce operator:add must return a timing_model.schedules.Schedule; got int"
+    ),
+    f"predict {HAND} --all-reduce builtins:divmod=0": "must return a schedule for each of 4 ranks; got TypeError",
     f"plan {HAND} --accuracy-cost width": "accuracy-cost must be a name and a share, such as width=1%; got 'width'",
     f"plan {HAND} --accuracy-cost widht=1": "accuracy-cost must be one of width, fp32,",
     f"plan {HAND} --top 0": "top must be a whole number of at least 1; got '0'",

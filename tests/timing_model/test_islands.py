@@ -30,6 +30,7 @@ from timing_model.memory import rank_memory
 from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
 from timing_model.plan import plan
 from timing_model.predict import predict
+from timing_model.presets import CODECS
 from timing_model.report import answer_text, plan_text
 from timing_model.schedules import ring
 from timing_model.simulate_job import simulate_job
@@ -343,8 +344,9 @@ def test_the_memory_of_a_rank_is_what_the_page_of_the_method_lists(width: int, s
     )
     job = job_on(members=4, width=width, optimizer_state=state)
     assert rank_memory(job) == pytest.approx((between + 1) * job.nbytes / 4)
-    assert rank_memory(dataclasses.replace(job, codec="int8")) == rank_memory(job)
-    assert rank_memory(dataclasses.replace(job, codec="int4")) == pytest.approx((between + 2) * job.nbytes / 4)
+    for codec, kept in (("bf16", 0.0), ("int8", 0.0), ("int4", 1.0), ("sign", 1.0), ("ternary", 0.0), ("qsgd", 0.0)):
+        copies = between + 1 + CODECS[codec].bits / 32 + kept
+        assert rank_memory(dataclasses.replace(job, codec=codec)) == pytest.approx(copies * job.nbytes / 4)
 
 
 def test_memory_that_is_not_enough_is_refused_and_what_needs_it_is_not_planned() -> None:
@@ -356,7 +358,7 @@ def test_memory_that_is_not_enough_is_refused_and_what_needs_it_is_not_planned()
         predict(dataclasses.replace(base, width=2))
     assert predict(base.changed(width=2, members=4)).memory == pytest.approx(3.0 * model)
     with pytest.raises(ValueError, match="memory must be left out with strategy ps-sync, of which it is not known"):
-        predict(job_on(strategy="ps-sync", all_reduce=None, ranks_per_node=1, memory=1.0))
+        predict(job_on(strategy="ps-sync", all_reduce=None, ranks_per_node=1, memory=1.0, segment_bytes=1 << 20))
     found = plan(base)
     assert set(found.meshes) == {2, 4, 8}
     assert found.too_large[1] == pytest.approx(5.0 * model), "the least is that of width 1"
@@ -364,6 +366,12 @@ def test_memory_that_is_not_enough_is_refused_and_what_needs_it_is_not_planned()
     assert "A rank has not enough memory for no islands (2.40 MB), activations left out." in advice(found)
     with pytest.raises(ValueError, match="memory must be at least 300 kB, the least of all that was searched"):
         plan(base.changed(memory=1000.0))
+
+
+def test_islands_of_which_a_power_of_2_is_halved_and_doubled_are_predicted() -> None:
+    """The one rank that an efficiency compares them with is no ring of all ranks, whose number is no power of 2."""
+    job = job_on(world_size=384, ranks_per_node=1, members=3, all_reduce="halving-doubling")
+    assert 0 < predict(job).efficiency < 1
 
 
 @pytest.mark.parametrize("command", ["predict", "plan"])

@@ -14,8 +14,9 @@ from timing_model.alternatives import alternatives
 from timing_model.choices import Space, simplicity
 from timing_model.cluster_profile import Profile
 from timing_model.costs import buckets_of, collective_time, costs_of, whole
+from timing_model.fragments import hiding_windows, windows_of
 from timing_model.job import Job
-from timing_model.measured import LowRankProfile
+from timing_model.measured import ComputeProfile, LowRankProfile
 from timing_model.memory import rank_memory
 from timing_model.params import Parts
 from timing_model.plan import plan
@@ -50,6 +51,22 @@ def test_buckets_share_the_factors_and_pay_for_each_of_their_all_reduces() -> No
     assert three.codec == pytest.approx(one.codec, rel=0.02)
     latency = 2 * 3 * PROFILE.link.alpha.value  # a ring of four ranks has 2 * 3 steps
     assert three.wire - one.wire > 2 * (latency + PROFILE.link.sync.value)
+
+
+def test_fragments_share_the_factors() -> None:
+    """The trainer factors the parameters of a fragment alone."""
+    parts = [one.low_rank for one in windows_of(job_with(), 8, 3)]
+    assert all(one is not None for one in parts)
+    assert sum(one.numel for one in parts if one) == pytest.approx(LOW_RANK.numel, abs=6)
+    assert sum(one.work.value for one in parts if one) == pytest.approx(LOW_RANK.work.value)
+    whole_steps, third_steps = (hiding_windows(job_with(compute=slow_factors()), number) for number in (1, 3))
+    assert whole_steps is not None
+    assert third_steps is not None
+    assert third_steps < whole_steps
+
+
+def slow_factors() -> ComputeProfile:
+    return dataclasses.replace(FACTORED, low_rank=dataclasses.replace(LOW_RANK, work=about(1.0)))
 
 
 def test_half_the_work_is_half_of_what_is_waited_for_it() -> None:

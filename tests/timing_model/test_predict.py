@@ -427,6 +427,11 @@ def test_other_batch_sizes() -> None:
         ({"codec": "topk", "all_reduce": "halving-doubling"}, "all_reduce must be ring with topk"),
         ({"segment_bytes": 1}, "segment_bytes must be at least 36 for 7184040 bytes on 4 ranks"),
         ({"segment_bytes": 5, "all_reduce": "native"}, "segment_bytes must be left out with native"),
+        (
+            {"segment_bytes": 5, "strategy": "ps-sync", "all_reduce": None},
+            "segment_bytes must be left out with ps-sync",
+        ),
+        ({"width": 65}, "width must be at most 64; got 65"),
         ({"world_size": 129, "all_reduce": "halving-doubling"}, "world_size must be a power of 2, or at most 128"),
         ({"epochs": 0}, "epochs must be a whole number of at least 1; got 0"),
         ({"epochs": 1, "iterations": 1}, "epochs must be left out where iterations are given"),
@@ -544,7 +549,7 @@ def job(given: dict[str, Any], **changed: Any) -> Job:
         all_reduce=all_reduce,
         width=width,
         codec=codec,
-        segment_bytes=1 << 20 if all_reduce == "native" else WHOLE,
+        segment_bytes=1 << 20 if all_reduce in (None, "native") else WHOLE,
         length=Length(iterations=7),
     )
 
