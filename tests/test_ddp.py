@@ -841,6 +841,13 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["frozen"] = refusal(lambda: train(half_frozen, optimizer, batch))
     pipeline.close()
 
+    for name, take_over in (("attach", start), ("compress", compress)):
+        late = DistributedDataParallel(make_model(), find_unused_parameters=True)
+        late.module.first.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+        taken = take_over(late)
+        found[f"frozen before {name}"] = refusal(lambda: cross_entropy(late(batch[0]), batch[1]).backward())  # noqa: B023
+        (taken[1] if isinstance(taken, tuple) else taken).close()
+
     kept = ddp()
     optimizer = make_optimizer("differences", kept)
     pipeline = attach(kept, optimizer)
@@ -898,6 +905,11 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "schedule": "optimizer must be one of torch.optim; got ConstantLR",
             "frozen": "parameters must not be frozen while the model is attached; got first.weight (1 of 10): close() "
             "the pipeline, make the DistributedDataParallel again, and attach that",
+            **{
+                f"frozen before {name}": "parameters must be frozen before DistributedDataParallel is made; got some "
+                "that were frozen since: close() the pipeline, make the DistributedDataParallel again, and attach that"
+                for name in ("attach", "compress")
+            },
             "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",
             "no backward": "optimizer.step() must follow a backward pass outside of no_sync(), which hands over no "
             "gradient (to step on each rank's own: attach(..., windows=Windows(local_steps=H))); got a step without a "

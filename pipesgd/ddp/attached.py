@@ -22,6 +22,7 @@ from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
 from pipesgd.ddp.hook import (
     LoopHooks,
+    Places,
     before_update,
     check_all_held,
     check_dense_embeddings,
@@ -218,7 +219,7 @@ class AttachedPipeline(OnPipeline):
         )
         self.pipeline.update.own_steps.remove()  # the loop takes them
         self._parameters = cut.parameters
-        self._places = {id(parameter): place for place, parameter in enumerate(cut.parameters)}
+        self._places = Places(cut.parameters)
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
         self._loop_hooks.before_forward_of(ddp_model, self.before_forward)
         synchronous = updates.synchronous_start if width > 1 else 0

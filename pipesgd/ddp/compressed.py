@@ -20,7 +20,15 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import BUCKET_CODECS, CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
-from pipesgd.ddp.hook import BucketHook, check_dense_embeddings, check_model, done, gradients_of, register_comm_hook
+from pipesgd.ddp.hook import (
+    BucketHook,
+    Places,
+    check_dense_embeddings,
+    check_model,
+    done,
+    gradients_of,
+    register_comm_hook,
+)
 from pipesgd.ddp.proof import Proof
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, check_layouts, memory_layout, on_device, real_numel
@@ -103,7 +111,7 @@ class CompressedBuckets:
         check_at_least("seed", seed, 0)
         self.iteration = 0
         self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
-        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._places = Places(self._parameters)
         self._carried: dict[int, Tensor] = {}
         """Values, by places of their parameters, that a single rank adds to its next gradient, since it sends nothing
         and would never add what others left out."""

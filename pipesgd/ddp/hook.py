@@ -122,6 +122,23 @@ def frozen_since(ddp_model: DistributedDataParallel, parameters: Sequence[Tensor
     )
 
 
+class Places(dict[int, int]):
+    """Places of the ``parameters`` that are trained, by their ids; torch's buckets may have others.
+
+    Raises ``UserInputError`` for a parameter that is in a bucket, since it was frozen after DistributedDataParallel was
+    made.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        super().__init__({id(parameter): place for place, parameter in enumerate(parameters)})
+
+    def __missing__(self, key: int) -> int:
+        raise UserInputError(
+            "parameters must be frozen before DistributedDataParallel is made; got some that were frozen since: "
+            "close() the pipeline, make the DistributedDataParallel again, and attach that"
+        )
+
+
 def step_without_gradient() -> UserInputError:
     """Return the error for a step of the loop's optimizer that follows no backward pass, or one in ``no_sync()``."""
     return UserInputError(

@@ -21,6 +21,7 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.headers import STEP
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
+from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import (
     BucketedBuffer,
     FlatBuffer,
@@ -141,7 +142,14 @@ class Flight(Generic[Known]):
             iteration: the iteration that the ranks are in.
             left_out: the mean of what the codec of other ranks has left out, one for each flat tensor of a gradient;
                 by default it is that of the present ranks.
+
+        Raises:
+            UserInputError: the codec has the gradients' momentum, which would count again what it has left out.
         """
+        if self._codec.own_momentum:
+            raise UserInputError.on_all_ranks(
+                f"momentum_correction must be 0 where ranks change; got {self._codec.own_momentum:g}"
+            )
         self.wait_until_summed()
         if left_out is None:
             left_out = self.reducer.state_dict().get("residuals", [])

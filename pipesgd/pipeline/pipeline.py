@@ -355,9 +355,11 @@ class Pipeline:
         self.check_usable()
         self.check_none_leaves("combine_buffers")
         ranks, sum_over_ranks = self.flight.ranks, self.flight.sum_in("combine_buffers", self.iteration)
-        ranks.whole(lambda: combine_buffers(self.model, how, ranks, sum_over_ranks))
-        if self.island is not None:
-            self.island.combine_buffers(self.model, how)
+        # An evaluation may be in inference mode, whose tensors the thread that sums could not change.
+        with torch.inference_mode(False), torch.no_grad():
+            ranks.whole(lambda: combine_buffers(self.model, how, ranks, sum_over_ranks))
+            if self.island is not None:
+                self.island.combine_buffers(self.model, how)
 
     def average(self, tensors: Sequence[Tensor]) -> tuple[int, bool]:
         """Give all ranks the means of ``tensors``; see ``Flight.average``."""

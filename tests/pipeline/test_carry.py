@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions, codec_named
+from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -57,6 +58,16 @@ def test_what_is_carried_is_added_once_also_by_one_rank() -> None:
             pipeline.step()
     moved = [before - after.item() for before, after in zip(start, model.parameters(), strict=True)]
     assert moved == pytest.approx([2.0, 4.0])
+
+
+def test_a_codec_with_the_momentum_of_gradients_is_refused() -> None:
+    model = nn.Linear(4, 1)
+    codec = codec_named("topk", momentum_correction=0.9)
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=1, codec=codec) as pipeline:
+        with pytest.raises(UserInputError, match=r"^momentum_correction must be 0 where ranks change; got 0.9$"):
+            pipeline.regroup()
+        model(torch.ones(1, 4)).sum().backward()
+        pipeline.step()
 
 
 def _regrouped(ranks: Ranks, width: int, codec: CodecOptions) -> tuple[Tensor, Tensor, Tensor]:

@@ -131,6 +131,8 @@ def _buffers_of_8_bits(ranks: Ranks) -> list[float]:
     model.register_buffer("scale", torch.full((3,), 1.0 + ranks.rank).to(torch.float8_e4m3fn))
     model.register_buffer("mean", torch.tensor(2.0 + ranks.rank))
     pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks)
+    with torch.inference_mode():  # as in an evaluation
+        pipeline.combine_buffers("average")
     pipeline.combine_buffers("average")
     pipeline.close()
     scale = model.get_buffer("scale").float().tolist()

@@ -22,7 +22,9 @@ from timing_model.alternatives import (
     last_worth,
 )
 from timing_model.choices import Space
+from timing_model.configurations import in_program
 from timing_model.job import Job, in_groups
+from timing_model.measured import Estimate
 from timing_model.params import LinkParams
 from timing_model.plan import plan
 from timing_model.predict import predict
@@ -74,6 +76,20 @@ def test_no_batch_is_larger_than_the_data_set() -> None:
 def test_a_network_that_no_accumulation_hides_is_called_too_slow() -> None:
     [said, *_] = alternatives(plan(job_of(1000.0), SPACE), SPACE)
     assert said.startswith("Communication takes 1,000 times as long as computation, which --accumulation 64 would not")
+
+
+def test_nothing_hides_behind_no_computation() -> None:
+    job = job_of(1.0)
+    nothing = {name: Estimate.exact(0.0) for name in ("forward", "backward", "update", "late_update")}
+    job = dataclasses.replace(job, compute=dataclasses.replace(job.compute, **nothing))
+    assert not any("inf" in one or "Communication takes" in one for one in alternatives(plan(job, SPACE), SPACE))
+
+
+def test_topk_at_width_1_is_no_hook_of_a_program() -> None:
+    """``pipesgd.ddp.compress`` refuses it."""
+    assert in_program(ask(codec="topk")).startswith('pipesgd.Pipelined(layers, optimizer, width=1, codec="topk"')
+    assert in_program(ask(codec="topk", width=2)).startswith("pipesgd.ddp.attach(")
+    assert in_program(ask(codec="int8")).startswith("pipesgd.ddp.compress(")
 
 
 @pytest.mark.parametrize(

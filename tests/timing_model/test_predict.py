@@ -362,6 +362,12 @@ def test_a_network_faster_than_a_core_gains_nothing_and_the_core_is_the_limit() 
         ({"compute": compute_of(PROFILE, "mlp", 8)}, "outside", "a batch of 8; measured: 512"),
         ({"codec": "int4"}, "outside", "codec int4 was not measured"),
         ({"all_reduce": "all-to-all"}, "extrapolated", "all-reduce all-to-all was not measured; its link is taken"),
+        ({"strategy": "ps-sync", "all_reduce": None}, "interpolated", None),
+        (
+            {"strategy": "ps-sync", "all_reduce": None, "servers": 2},
+            "extrapolated",
+            "measured: one parameter server, ne",
+        ),
     ],
 )
 def test_how_sure_it_is(options: dict[str, Any], kind: str, reason: str | None) -> None:
@@ -376,9 +382,22 @@ def test_how_sure_it_is(options: dict[str, Any], kind: str, reason: str | None) 
             predict(job)
 
 
+def test_only_servers_that_were_measured_are_corrected() -> None:
+    link = dataclasses.replace(LINK, corrections=CORRECTIONS)
+    cluster = dataclasses.replace(PROFILE, link=link, links={"ps-sync": link})
+    one = ask(cluster=cluster, world_size=3, strategy="ps-sync", all_reduce=None)
+    assert correction_of(one) is not None
+    assert correction_of(one.changed(servers=2)) is None
+    assert correction_of(one.changed(server_placement="dedicated")) is None
+    assert correction_of(ask(cluster=cluster, world_size=3, servers=2)) is not None, "a ring has none"
+
+
 def test_on_shared_cores_a_world_size_that_was_not_measured_is_extrapolated() -> None:
     shared = dataclasses.replace(PROFILE.calibrated, ranks_per_core=2.0, world_sizes=(2, 4))
     assert support_of(ask(cluster=dataclasses.replace(PROFILE, calibrated=shared), world_size=3)).kind == "extrapolated"
+    with_bf16 = dataclasses.replace(PROFILE, calibrated=shared, codecs={"bf16": PROFILE.codecs["int8"]})
+    hooked = ask(cluster=with_bf16, world_size=3, strategy="ddp", all_reduce="native", codec="bf16")
+    assert support_of(hooked).kind == "extrapolated", "also where something else is to be said of it"
     alone = dataclasses.replace(shared, ranks_per_core=1.0)
     assert support_of(ask(cluster=dataclasses.replace(PROFILE, calibrated=alone), world_size=3)).kind == "interpolated"
 
