@@ -153,7 +153,7 @@ def test_the_command_prints_it_and_writes_a_page(tmp_path: Path, capsys: pytest.
             *words,
             "--output",
             str(tmp_path),
-        ): f"output must be a file that can be written; got {tmp_path}: Is a directory",
+        ): f"output must be a file of HTML, such as {tmp_path.name}.html; got {tmp_path.name!r}",
     }.items():
         assert commands.compare(["compare", *wrong], program="pipesgd") == 2
         assert capsys.readouterr().err == f"error: {told}\n"
