@@ -207,9 +207,6 @@ def main(argv: Sequence[str], program: str) -> int:
         )
         with _signals_as_exits():
             found = observe(path, links, arguments, world_size)
-    except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except ValueError as error:
         return refused(error)
     except KeyboardInterrupt:
